@@ -27,7 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsynth.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
+from fedsynth.errors import (
+    BudgetExceededError,
+    PrivacyError,
+    SettingError,
+    UnplannedReleaseError,
+)
 from fedsynth.files import write_output
 from fedsynth.formatting import format_rounded_up
 from fedsynth.privacy import dpsgd
@@ -318,6 +323,10 @@ class DataOwner:
             return values(x)
 
         self.check_independent(of_records)
+        vectors = values(self.public_records(2))
+        if vectors.dim() != 2:
+            reason = f"must return vectors [M, D], got {list(vectors.shape)}. Flatten its results"
+            raise SettingError(None, "values", reason)
         plan = ReleasePlan(
             name="mean",
             quantity=quantity,
@@ -326,7 +335,7 @@ class DataOwner:
             clip=clip,
             sample_rate=1.0,
             steps=1,
-            dimension=self.classes * values(self.public_records(2)).shape[1],
+            dimension=self.classes * vectors.shape[1],
             groups=self.classes,
         )
         mechanism = self.charge(plan, total_epsilon, noise_multiplier)

@@ -60,10 +60,12 @@ class Number:
 
     Args:
         low, high: the smallest and the largest allowed value.
+        is_whole: whether the value must be a whole number.
     """
 
     low: float = 0.0
     high: float = LARGEST
+    is_whole: bool = False
     nbytes: int = 8
 
     def check(self, name: str, value: Any) -> None:
@@ -74,6 +76,8 @@ class Number:
         if not self.low <= value <= self.high:
             reason = f"must be between {self.low:g} and {self.high:g}, got {value:.6g}"
             raise UploadRejectedError(name, reason)
+        if self.is_whole and value != int(value):
+            raise UploadRejectedError(name, f"must be a whole number, got {value:.6g}")
 
 
 @dataclass(frozen=True)
@@ -227,10 +231,12 @@ def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
     """Returns the rules for the fields of a client's `ModelParameters` upload.
 
     The parameters must match the client's architecture, and the weight must not exceed
-    `most_examples`.
+    `most_examples`. With differential privacy, it is 0 or 1.
     """
     parameters = _rule_of(context.architecture_of(client))
-    return {"parameters": parameters, "weight": Number(0.0, most_examples(client, context))}
+    is_private = context.privacy is not None
+    weight = Number(0.0, most_examples(client, context), is_whole=is_private)
+    return {"parameters": parameters, "weight": weight}
 
 
 @lru_cache(maxsize=4)  # a server calls it for each client's upload

@@ -76,6 +76,7 @@ class _Images(_Section):
     name: Name
     class_names: Names
     sites: Names = []
+    features: Names = []
     channels: Side
     height: Side
     width: Side
@@ -157,6 +158,7 @@ def read_declaration(path: Path) -> Declaration:
             bounds=tuple(images.bounds) or None,
             window=parsed_window(images.window),
             slice=images.slice,
+            features=tuple(images.features),
         )
     except ValidationError as error:
         reason = f"{path} is not a valid declaration: {faults(error)[0]}"

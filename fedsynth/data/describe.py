@@ -190,6 +190,7 @@ std = {toml(spec.std[:1])}  # computed from these images
 window = "{window_text(spec.window)}"  # CENTER,WIDTH of the levels shown, if files have more than 8 bits; "": theirs
 slice = {spec.slice}  # of files with several slices or frames, from 0; -1: the middle one
 source = {toml(spec.source)}
+features = {toml(spec.features)}  # the columns of a table's values, in this order; [] for others
 {bounds}person = "person"  # the word for one person in the privacy report, such as "patient"
 
 [sizes]

@@ -164,8 +164,11 @@ def read_own_data(
         spec = spec_of(records, settings, name or default_name(settings.folder))
     else:
         spec = declared_spec(settings, declaration)
+        tables = [with_features(table, spec.features) for table in tables]
+        records = tables[0]
         require_declared(with_classes(records, spec.class_names), declaration)
-    is_ordered = declaration is not None or bool(records.stated)
+    # test labels may be indices only if the training labels are, or if the file states an order
+    is_ordered = bool(records.stated) or all(map(str.isdigit, records.class_names))
     train, *test_data = (as_data(table, spec, note, is_ordered=is_ordered) for table in tables)
     if declaration is not None:
         require_declared_counts(train, declaration)
@@ -220,7 +223,8 @@ def read_as(settings: FolderSettings, spec: DatasetSpec, note: Note, split: str)
     """
     decoding = Decoding(spec.window, spec.slice)
     splits = splits_of(settings.folder, settings, note, decoding, settings.revision)
-    return as_data(splits[_split_of(splits, split, settings.folder)](), spec, note)
+    records = splits[_split_of(splits, split, settings.folder)]()
+    return as_data(with_features(records, spec.features), spec, note)
 
 
 def read_private_records(
@@ -464,6 +468,7 @@ def spec_of(records: Records, settings: FolderSettings, name: str) -> DatasetSpe
         source=source,
         train_size=len(records),
         bounds=bounds,
+        features=records.features,
         **asdict(decoding),
     )
 
@@ -538,7 +543,11 @@ def as_data(
         DataFilesCorruptError: an image cannot be read.
     """
     if is_ordered:
+        labels = records.class_names
         records = with_classes(records, spec.class_names)
+        if records.class_names != labels:
+            meanings = (f"{label} is {spec.class_names[int(label)]}" for label in labels)
+            note(f"labels in {one_line(records.root)} are class indices: {', '.join(meanings)}")
     undefined = sorted(set(records.class_names).difference(spec.class_names))
     if undefined:
         raise DataError(
@@ -557,6 +566,8 @@ def as_data(
     values = _slices(records.values, spec.slice)
     groups = records.users if records.users.any() else None
     data = from_arrays(values, records.labels, spec, groups=groups)
+    if records.record_bytes is not None:
+        return replace(data, record_bytes=torch.from_numpy(records.record_bytes))
     if values is records.values:
         return data
     # ledgers recognise a volume by all of its slices

@@ -56,6 +56,8 @@ class Records:
         users: the records' user names, or empty strings if unknown.
         stated: the class names in the order stated in a file, or an empty tuple.
         features: the names of a table's feature columns. Empty for arrays and images.
+        record_bytes: the bytes by which ledgers recognise a table's records, uint8 [N, B]. None for
+            arrays and images.
         excluded: files other than images. A run refuses them unless a setting skips them.
         ignored: hidden files, and empty folders of classes with images elsewhere. Always skipped.
         skipped: the paths of skipped unreadable images.
@@ -70,6 +72,7 @@ class Records:
     users: Names
     stated: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    record_bytes: Array | None = None
     excluded: tuple[Entry, ...] = ()
     ignored: tuple[Entry, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -110,7 +113,8 @@ class Records:
         columns = {
             name: getattr(self, name)[rows] for name in ("values", "labels", "sites", "users")
         }
-        return replace(self, **columns, decoded=None)
+        stored = None if self.record_bytes is None else self.record_bytes[rows]
+        return replace(self, **columns, record_bytes=stored, decoded=None)
 
 
 def with_features(records: Records, names: tuple[str, ...]) -> Records:
@@ -124,10 +128,9 @@ def with_features(records: Records, names: tuple[str, ...]) -> Records:
     for name in names:
         if name not in records.features:
             raise DataError(
-                f"the feature {one_line(name)!r} of the training records is missing from "
-                f"{one_line(records.root)}, whose features are "
-                f"{one_line(', '.join(records.features))}. Add or rename the column, or choose the "
-                "features of both files with --feature-columns"
+                f"the feature {one_line(name)!r} is missing from {one_line(records.root)}, whose "
+                f"features are {one_line(', '.join(records.features))}. Add or rename the column, "
+                "or choose the features of all files with --feature-columns"
             ).with_code("data.test_features")
     values = records.values[:, [records.features.index(name) for name in names]]
     return replace(records, values=values if len(names) > 1 else values[:, 0], features=names)

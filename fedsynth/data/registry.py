@@ -69,6 +69,7 @@ class DatasetSpec:
         vocabulary: the number of different tokens (characters or words) in token sequences, and 0
             for other data. The shape is (1, 1, T) for sequences of length T. Network inputs are the
             tokens themselves, from 0 to `vocabulary` - 1.
+        features: the column names of a table's values, in their order. Empty for other data.
 
     Raises:
         SettingError: a size is not positive, the window has no width, constants or names do not
@@ -104,12 +105,16 @@ class DatasetSpec:
     slice: int = -1
     task: str = CLASSIFICATION
     vocabulary: int = 0
+    features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (self.name, *self.class_names, *self.domains):  # in reports and config.toml
+        names = (self.name, *self.class_names, *self.domains, *self.features)
+        for name in names:  # in reports and config.toml
             if not (0 < len(name) <= MAX_NAME and name.isprintable()):
-                reason = f"of a data set, class or domain must have 1 to {MAX_NAME} printable "
-                raise SettingError(None, "name", f"{reason}characters, got {short_repr(name)}")
+                reason = f"of a data set, class, domain or feature must have 1 to {MAX_NAME} "
+                raise SettingError(
+                    None, "name", f"{reason}printable characters, got {short_repr(name)}"
+                )
         for field in ("channels", "height", "width", "classes", "train_size", "test_size"):
             value = getattr(self, field)
             if value < 1:
@@ -158,15 +163,16 @@ class DatasetSpec:
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, with lists in place of tuples.
 
-        Bounds, encoder, window, slice and vocabulary are left out if unset, and the task if it is
-        classification.
+        Bounds, encoder, window, slice, vocabulary and features are left out if unset, and the task
+        if it is classification.
         """
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         for name in ("bounds", "encoder", "encoded_shape", "window", "slice", "task"):
             if values[name] in (None, "", -1, CLASSIFICATION):
                 del values[name]
-        if not self.vocabulary:
-            del values["vocabulary"]
+        for name in ("vocabulary", "features"):
+            if not values[name]:
+                del values[name]
         return values
 
     @property

@@ -51,7 +51,7 @@ SUM_TOLERANCE = 0.01
 
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 _FACTS = {
-    "class_names", "mean", "std", "bounds", "encoder", "encoded_shape", "window", "slice"
+    "class_names", "mean", "std", "bounds", "encoder", "encoded_shape", "window", "slice", "features"
 }  # fmt: skip
 _TENSORS = {"images", "labels", "soft_labels", "client"}
 
@@ -206,6 +206,7 @@ class _Metadata(BaseModel):
     encoded_shape: Json[tuple[int, int, int] | None] = None
     window: Json[tuple[float, float] | None] = None
     slice: Json[int] = -1
+    features: Json[tuple[str, ...]] = ()
     epsilon: Json[Annotated[float, Field(ge=0)] | None] = None
     delta: Json[Annotated[float, Field(ge=0, lt=1)] | None] = None
     made_by: str = "fedsynth"

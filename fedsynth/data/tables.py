@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, partial
 from io import BufferedReader
+from itertools import chain, starmap
 from pathlib import Path
 from typing import IO, Any
 from zipfile import ZipFile
@@ -90,7 +91,11 @@ _IDENTIFIER = re.compile(
 # float64 represents all whole numbers up to this one
 LARGEST_WHOLE = 2.0**53
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
-_NUMBER_WITH_UNIT = re.compile(r"[<>~]?[+-]?[0-9]*[.,]?[0-9]+(e[+-]?[0-9]+)?[\s%]*", re.IGNORECASE)
+_NUMBER_WITH_UNIT = re.compile(
+    r"[<>~€$£]?\s?[+-]?([0-9]*[.,]?[0-9]+(e[+-]?[0-9]+)?|[0-9]{1,3}([.,' ][0-9]{3})+([.,][0-9]+)?)"
+    r"\s?(%|€|eur|usd|gbp|chf)?\s*",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,8 @@ class Part:
         faults: for CSV columns, functions that explain why a column may be a damaged numeric
             column, or return an empty string.
         losses: the number of images that have lost information when they were decoded, by kind.
+        rows: for a table, a function that reads its default features with one number a row,
+            [N, columns].
     """
 
     place: str
@@ -114,6 +121,7 @@ class Part:
     stated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     faults: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     losses: Counter[str] = field(default_factory=Counter)
+    rows: Callable[[], Array] | None = None
 
     def feature_names(self, chosen: str) -> list[str]:
         """Returns the names of the feature columns.
@@ -270,7 +278,7 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
             f"{part.place} contains no column with a usual name for labels, only "
             f"{part.listed('label')}. Name the column with --label-column"
         ).with_code("data.label_column")
-    values, features = _features(part, columns["feature"], roles, note)
+    values, features, stored = _features(part, columns["feature"], roles, note)
     note_losses(part.losses, part.place, note)
     for name in sorted(part.readers.keys() - set(roles.values())):
         if column_of(name) == "split":
@@ -279,17 +287,19 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
     labels, sites, users = (_facts(part, name, len(values)) for name in roles.values())
     users = names_array(map(folded_name, users))
     stated = part.stated.get(roles["label"], ())
-    records = Records(Path(part.place), values, labels, sites, users, stated, features)
+    records = Records(Path(part.place), values, labels, sites, users, stated, features, stored)
     check_names(records)
     return records
 
 
 def _features(
     part: Part, chosen: str, roles: Mapping[str, str], note: Callable[[str], None]
-) -> tuple[Array, tuple[str, ...]]:
+) -> tuple[Array, tuple[str, ...], Array | None]:
     """Reads the features: one array, or numeric columns side by side.
 
-    Also returns a table's column names.
+    Also returns a table's feature names, and the bytes by which ledgers recognise its records:
+    those of its default feature columns, whichever a run uses. Other columns and lists count only
+    if they are features.
     """
     used = set(roles.values())
     names = [name for name in part.feature_names(chosen) if chosen or name not in used]
@@ -312,16 +322,43 @@ def _features(
         note("; ".join(f"{use}: {one_line(name or 'none')}" for use, name in uses.items()))
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
         columns = {name: as_float32(array) for name, array in columns.items()}
-    listed = () if part.numbers is None else tuple(columns)
+    listed: tuple[str, ...] = ()
+    stored = None
+    if part.rows is not None:
+        listed = tuple(chain.from_iterable(starmap(_feature_names, columns.items())))
+        with file_errors(part.place):
+            others = [
+                array
+                for name, array in columns.items()
+                if array.ndim > 1 or name not in (part.numbers or ())
+            ]
+            stored = np.concatenate(list(map(_row_bytes, (part.rows(), *others))), axis=1)
     if len(columns) == 1:
-        return next(iter(columns.values())), listed
+        return next(iter(columns.values())), listed, stored
     shapes = {name: list(array.shape) for name, array in columns.items()}
     if len({shape[0] for shape in shapes.values()}) > 1 or max(map(len, shapes.values())) > 2:
         raise DataError(
             f"the features of {part.place} must be one array, or columns of the same length, got "
             f"{one_line(shapes)}. Name some of them with --feature-columns"
         ).with_code("data.features_shape")
-    return np.column_stack(list(columns.values())), listed
+    return np.column_stack(list(columns.values())), listed, stored
+
+
+def _feature_names(name: str, column: Array) -> Iterator[str]:
+    """Yields a column's name, or for lists of n numbers, the names NAME[0] to NAME[n − 1].
+
+    A single column of arrays has no names, because its values have no others beside them.
+    """
+    if column.ndim == 1:
+        yield name
+    elif column.ndim == 2:
+        yield from (f"{name}[{position}]" for position in range(column.shape[1]))
+
+
+def _row_bytes(rows: Array) -> Array:
+    """Returns the bytes of each row, [N, B]. −0.0 and 0.0 have the same bytes."""
+    flat = rows.reshape(len(rows), -1)
+    return np.ascontiguousarray(flat + flat.dtype.type(0)).view(np.uint8)
 
 
 def _facts(part: Part, name: str, count: int) -> Names:
@@ -560,7 +597,8 @@ def _read_csv(path: Path) -> Any:
     read = csv.ReadOptions(use_threads=False, skip_rows=int(start > 0))
     buffer = _optional("pyarrow", "tables").BufferReader(content)
     # without threads, which may go on after an error and crash the process
-    table = csv.read_csv(buffer, read, csv.ParseOptions(delimiter=delimiter))
+    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    table = csv.read_csv(buffer, read, parse)
     if not table.num_rows:
         raise ValueError(_NO_RECORDS)
     return table
@@ -628,7 +666,10 @@ def _table_part(
     usable = tuple(
         name for name in numbers if not (_has_meaning(name) or name in stated or name in index)
     )
-    return Part(place, readers, None if images else usable, stated, losses=losses)
+    if images:
+        return Part(place, readers, None, stated, losses=losses)
+    rows = partial(_rows_of_numbers, read_numbers, [name for name in usable if name in plain])
+    return Part(place, readers, usable, stated, losses=losses, rows=rows)
 
 
 def _has_meaning(name: str) -> bool:
@@ -670,6 +711,17 @@ def _column(read: Callable[[], Any], name: str) -> Array:
     if pyarrow.types.is_decimal(cells.type):
         cells = cells.cast(pyarrow.float64())
     return np.asarray(cells.to_numpy()).reshape(shape)
+
+
+def _rows_of_numbers(read: Callable[[], Any], names: list[str]) -> Array:
+    """Reads columns with one number a row, float32 [N, columns]. Empty cells are NaN."""
+    pyarrow = _optional("pyarrow", "tables")
+    table = read()
+    rows = np.empty((len(table), len(names)), np.float32)
+    for position, name in enumerate(names):
+        cells = table[name].cast(pyarrow.float64(), safe=False)
+        rows[:, position] = cells.fill_null(math.nan).to_numpy()
+    return rows
 
 
 def _large_column(batches: Callable[[], Iterator[Any]], name: str) -> Array:

@@ -233,6 +233,7 @@ def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
         bounds=(-1.0, 1.0),
         encoder=f"{features.name}: {features.source}",
         encoded_shape=spec.image_shape,
+        features=(),
     )
 
 

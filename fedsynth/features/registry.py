@@ -218,7 +218,7 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
         built: object = _CUSTOM[name](shape)
     except (FedsynthError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = f"{type(error).__name__}: {one_line(error)}"
         reason = f"the registered function failed for the image shape {shape} with {cause}"
         raise _refused(name, reason) from error

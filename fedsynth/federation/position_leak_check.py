@@ -44,6 +44,7 @@ from fedsynth.errors import FedsynthError, SettingError, one_line
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.server import Server
 from fedsynth.methods import is_own_method
+from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.batch_independence import (
     ADVICE,
     AMONG_OTHERS,
@@ -210,7 +211,8 @@ class StepTrial:
         context: the context of the round. The trial uses its device.
         clients: the index of the client, or of two clients whose step is computed together.
         states: the states of these clients before the step, in its first and in its second run.
-        finishes: whether the step is run to its end, for the states of the clients after it.
+        finishes: whether the step is run to its end, for the clients' later states and the server's
+            step.
         thorough: True for user code. The trial then has as many records as a step of the run, makes
             two releases in each of two runs, and checks for random draws and state. Otherwise, it
             has few records, one release and one run.
@@ -301,6 +303,8 @@ class StepTrial:
             try:
                 results = step(_disturbed(message), clients, states, context)
                 states = [state for _, state in results]
+                if not ends:
+                    self._combine(server, exchange, [reply for reply, _ in results])
             except _LastReleaseError:
                 if self.finding:
                     return states
@@ -314,6 +318,23 @@ class StepTrial:
                 error.add_note(f"in the {exchange} exchange of round {context.round}")
                 raise
         return states
+
+    def _combine(self, server: Server, exchange: str, replies: Sequence[Message]) -> None:
+        """Runs `TrainsLocally.combine` of a user's method once, to find mistakes in it.
+
+        Errors that may be due to the random images are ignored. Server steps of other methods may
+        be long.
+        """
+        combines = type(self._method).server_step is TrainsLocally.server_step
+        if exchange != MAIN or self.repeats or not combines:
+            return
+        try:
+            numbered = dict(zip(self.clients, replies, strict=True))
+            server.receive(exchange, numbered, self.context)
+        except _MISTAKES:
+            raise
+        except Exception:  # such as numbers that are not finite
+            pass
 
     def _budget(self, exchange: str, number: int) -> ReleaseBudget[GaussianSumMechanism]:
         return charge_round(
@@ -549,7 +570,7 @@ def _trials(
                 replace(context, round=number),
                 group,
                 states,
-                finishes=own_method and number < rounds[-1],
+                finishes=own_method,
                 thorough=bool(plan.run.own_code),
             )
             trials.append(trial)

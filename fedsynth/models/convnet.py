@@ -289,8 +289,14 @@ class ConvNet(EmbeddingNetwork):
         side = side + 2 * (first_padding - 1)
         if min(height, side) >> depth < 1:
             deepest = min(height, side).bit_length() - 1
-            reason = f"must be at most {deepest} for {image_shape[1]}×{image_shape[2]} images"
-            raise SettingError("model", "depth", f"{reason}. Lower it", value=depth)
+            size = f"{image_shape[1]}×{image_shape[2]}"
+            if not deepest:
+                reason = (
+                    f"cannot be a convolutional network for {size} images. Set it to mlp, lstm "
+                )
+                raise SettingError("model", "name", f"{reason}or linear")
+            reason = f"must be at most {deepest} for {size} images. Lower it"
+            raise SettingError("model", "depth", reason, value=depth)
         blocks: list[nn.Module] = []
         padding = first_padding
         for _ in range(depth):

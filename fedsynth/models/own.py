@@ -183,7 +183,7 @@ def _refusing(name: str, reason: str) -> Iterator[None]:
         yield
     except FedsynthError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _refused(name, f"{reason}: {one_line(error)}") from error
 
 

@@ -37,11 +37,17 @@ _CONTEXT: dict[str, Any] = {
 def write_values(synthetic: SharedSet, folder: Path) -> None:
     """Writes the file `values.csv` for records that are not images, such as vectors.
 
-    A row has the label, the values x0, x1, … in their original units, and with soft labels the
-    probabilities p0, p1, … of the classes. All values are exact.
+    A row has the label, the values in their original units, and with soft labels the probabilities
+    p0, p1, … of the classes. Values are named as the table's columns, or x0, x1, … without usable
+    names. All values are exact.
     """
     values = synthetic.values().flatten(1)
-    names = ["label", *(f"x{position}" for position in range(values.shape[1]))]
+    taken = {"label", *(f"p{label}" for label in range(synthetic.spec.classes))}
+    named = synthetic.spec.features
+    unusable = taken.intersection(named) or set(',"').intersection("".join(named))
+    if len(named) != values.shape[1] or unusable:
+        named = tuple(f"x{position}" for position in range(values.shape[1]))
+    names = ["label", *named]
     columns = [synthetic.labels[:, None].numpy(), values.numpy()]
     if synthetic.soft_labels is not None:
         names += [f"p{label}" for label in range(synthetic.spec.classes)]

@@ -28,8 +28,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedsynth import FolderSettings, PrivacySettings, from_arrays, load_records, resolve
 from fedsynth.data import tables
 from fedsynth.data.describe import describe_folder
+from fedsynth.data.files import read_tensors
 from fedsynth.data.images import record_digests
 from fedsynth.data.own_data import read_as, read_own_data
+from fedsynth.data.shared_set import UNITS, shared_set, write_set
 from fedsynth.data.tables import parts_of, read_part
 from fedsynth.errors import DataError, FedsynthError, LedgerError, PrivacySettingError, SettingError
 from fedsynth.federation.run_data import data_of_run
@@ -297,10 +299,11 @@ def settings_of(partition: dict[str, Any], **more: dict[str, Any]) -> Any:
     return resolve({**sections, "model": {"name": "linear"}, "partition": partition, **more})
 
 
-def private(file: Path, **changes: Any) -> Any:
+def private(file: Path, columns: str = "", kind: str = "given", **changes: Any) -> Any:
     privacy = {"epsilon": 1.0, "nominal_size": 15, **changes}
-    data = {"folder": str(file)}
-    return simulate(settings_of({"kind": "given"}, data=data, privacy=privacy), quiet=True)
+    data = {"folder": str(file), "feature_columns": columns}
+    partition = {"kind": kind, **({"clients": 1} if kind != "given" else {})}
+    return simulate(settings_of(partition, data=data, privacy=privacy), quiet=True)
 
 
 def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
@@ -347,6 +350,59 @@ def test_ledgers_recognise_records_in_another_format(tmp_path: Path) -> None:
     private(tmp_path / "scans.npz", unit="record")
     with raises(LedgerError, "ledger.moved_records"):
         private(tmp_path / "table.csv", unit="record")
+
+
+def test_ledgers_recognise_records_by_columns_that_a_run_does_not_use(tmp_path: Path) -> None:
+    """Other, fewer or reordered features of the same table are the same records."""
+    file = tmp_path / "table.csv"
+    pa.csv.write_csv(TABLE, file)
+    path = file.with_suffix(".fedsynth.toml")
+
+    def declared_run(columns: str, kind: str) -> None:
+        chosen = FolderSettings(str(file), feature_columns=columns)
+        path.write_text(describe_folder(chosen, print).toml)
+        sign(path, "[-8, 8]")
+        private(file, columns, kind, unit="record")
+
+    declared_run("", "given")
+    for columns in ("f2,f0", "f3"):
+        with raises(LedgerError, "ledger.moved_records"):
+            declared_run(columns, "iid")
+    with raises(DataError, "data.test_features"):  # the declaration fixes the columns
+        private(file, "f1", "iid", unit="record")
+
+
+def test_columns_are_those_of_the_declaration_in_its_order(tmp_path: Path) -> None:
+    """Also for files that a shared set's users and later periods read."""
+    file, other = tmp_path / "table.csv", tmp_path / "other.csv"
+    pa.csv.write_csv(TABLE, file)
+    pa.csv.write_csv(TABLE.select(["label", "f3", "f1", "f0", "f2"]), other)
+    settings = FolderSettings(str(file), bounds="-8,8")
+    train = load_records(file, bounds="-8,8").train
+    assert train.spec.features == ("f0", "f1", "f2", "f3")
+    place = tmp_path / "synthetic.safetensors"
+    write_set(place, train.images.float(), train.labels, train.spec, pixels=UNITS)
+    spec = shared_set(*read_tensors(place)).spec
+    again = read_as(replace(settings, folder=str(other)), spec, print, "test")
+    assert torch.equal(again.images, train.images)
+    draft = describe_folder(settings, print)
+    draft.path.write_text(draft.toml)
+    pa.csv.write_csv(TABLE.select(["label", "f3", "f1", "f0", "f2", "hospital"]), file)
+    assert torch.equal(load_records(file).train.images, train.images)
+    pa.csv.write_csv(TABLE.rename_columns(["f4", *TABLE.column_names[1:]]), file)
+    with raises(DataError, "data.test_features"):
+        load_records(file)
+
+
+def test_lists_are_matched_by_their_columns(tmp_path: Path) -> None:
+    columns = {"e": pa.array(list(X[:, :3].astype(np.float64))), "b": X[:, 3], "label": Y}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    swapped = pa.table({"more": X[:, 0], **{name: columns[name] for name in ("b", "e", "label")}})
+    pa.parquet.write_table(swapped, tmp_path / "b.parquet")
+    files = {"place": tmp_path / "a.parquet", "test_folder": str(tmp_path / "b.parquet")}
+    loaded = load_records(**files, bounds="-8,8")
+    assert torch.equal(loaded.test.images, loaded.train.images)
+    assert loaded.train.spec.features == ("e[0]", "e[1]", "e[2]", "b")
 
 
 # ------------------------------------------------------------------------------------------ hub
@@ -566,6 +622,29 @@ def test_numeric_labels_of_test_records_need_a_stated_order(tmp_path: Path) -> N
         with raises(DataError, "data.unknown_class") as caught:
             load_records(tmp_path / f"{train}.csv", **settings)
         assert f"{test}.csv contains the class" in str(caught.value)
+    draft = describe_folder(FolderSettings(str(tmp_path / "train.csv"), bounds="0,9"), print)
+    draft.path.write_text(draft.toml)
+    with raises(DataError, "data.unknown_class"):  # the declaration's order is not the file's
+        load_records(tmp_path / "train.csv", test_folder=str(tmp_path / "test.csv"))
+    notes: list[str] = []
+    spec = load_records(tmp_path / "train.csv").train.spec
+    read_as(FolderSettings(str(tmp_path / "test.csv")), spec, notes.append, "test")
+    assert any("are class indices: 0 is ill, 1 is well" in note for note in notes)
+
+
+def test_csv_files_have_line_breaks_in_quotes_and_no_thousands_separators(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    rows = [f'{number % 9},"a long\nnote {number}",{number % 2}' for number in range(90_000)]
+    path.write_text("\n".join(["age,note,label", *rows, ""]))  # more than one block of the reader
+    assert len(load_records(path, bounds="0,9").train) == 90_000
+    for cell in ("1.234,56", "1,234.56", "€ 12.50", "12.50 EUR", "1 234"):
+        path.write_text(
+            "".join(["age;pay;label\n", *(f'{n};"{cell}";{n % 2}\n' for n in range(4))])
+        )
+        with raises(DataError, "data.column_values"):
+            load_records(path, bounds="0,9")
+    path.write_text("age;day;label\n" + "".join(f"{n};01.02.2024;{n % 2}\n" for n in range(4)))
+    assert load_records(path, bounds="0,9").train.spec.features == ("age",)
 
 
 def test_csv_text_and_headings(tmp_path: Path) -> None:

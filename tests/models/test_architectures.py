@@ -200,6 +200,7 @@ def test_invalid_settings_and_dropout_are_refused() -> None:
         ("swin-t", (1, 4, 3), {}, "4×4"),
         ("swin-t", CIFAR, {"norm": "batch"}, "layer"),
         ("convnet", (1, 8, 8), {"depth": 4}, "depth"),
+        ("convnet", (3, 1, 60), {}, "Set it to mlp, lstm or linear"),
         ("convnet", (1, 8, 8), {"width": 0}, "width"),
         ("convnet", (1, 8, 8), {"norm": "bach"}, "did you mean batch"),
         ("convnet", (1, 8, 8), {"projection": -1}, "projection"),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth import FedDM, TrainsLocally, register_model, resolve, simulate
+from fedsynth.core.messages import ModelParameters
 from fedsynth.errors import LedgerError, PrivacySettingError, SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
@@ -81,6 +82,14 @@ def test_mean_without_noise_equals_numpy(without_noise: None) -> None:
     assert float(norm) == pytest.approx(30 / 60, abs=1e-6)
     bounded = unlabelled(torch.tensor([[-5.0], [7.0]]), bounds=(0, 1))
     assert float(bounded.noisy_mean(clip=1.0)) == pytest.approx(0.5, abs=1e-6)
+
+
+def test_values_that_are_no_vectors_cost_no_budget() -> None:
+    images = unlabelled(torch.rand(20, 1, 4, 4))
+    for values in (lambda x: x, lambda x: x.mean(dim=(1, 2, 3))):
+        with raises(SettingError, "values"):
+            images.noisy_mean(values, clip=1.0)
+    assert images.noisy_mean(lambda x: x.flatten(1), clip=1.0).shape == (1, 16)
 
 
 def test_additional_record_changes_no_charge_or_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,15 +609,15 @@ def run_own(method: Any, *, rounds: int = 1, **sections: Any) -> Any:
 
 
 class WarmUp(TrainsLocally):
-    """Mixes examples, or makes a mistake, in its last round only."""
+    """Mixes examples, or makes a mistake, in its last round only, or in each server step."""
 
     name: ClassVar[str] = "own-warm-up"
-    mistake: ClassVar[bool] = False
+    mistake: ClassVar[str] = ""
 
     def task(self, client: int, message: Any, state: Any, context: Any) -> LocalObjective:
-        if context.round < context.rounds:
+        if context.round < context.rounds or self.mistake == "server":
             return LocalObjective()
-        if not self.mistake:
+        if self.mistake != "upload":
             return LocalObjective(loss=METHODS["from index 40"])
 
         def make_upload(model: Any, trained: Any) -> Any:
@@ -616,12 +625,43 @@ class WarmUp(TrainsLocally):
 
         return LocalObjective(make_upload=make_upload)
 
+    def combine(self, state: Any, uploads: Any, context: Any) -> Any:
+        if self.mistake == "server":
+            return state.misspelt
+        return super().combine(state, uploads, context)
 
-@pytest.mark.parametrize("mistake", [False, True])
-def test_the_last_round_is_tried(mistake: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("rounds", [1, 4])
+@pytest.mark.parametrize("mistake", ["", "upload", "server"])
+def test_the_last_round_is_tried_to_its_end(
+    mistake: str, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: mistakes after the last release, and of the server, were found after the charge.
+
+    A run that is refused by its trial has not charged any ledger.
+    """
     monkeypatch.setattr(WarmUp, "mistake", mistake)
-    with pytest.raises(AttributeError if mistake else SettingError):
-        run_own(WarmUp(local_steps=2, batch=128), rounds=4)
+    with raises(SettingError, "run.method") as caught:
+        run_own(WarmUp(local_steps=2, batch=128), rounds=rounds)
+    assert bool(mistake) == ("has no attribute 'misspelt'" in str(caught.value))
+
+
+def test_weights_of_private_uploads_are_0_or_1() -> None:
+    """The privacy report says so. Other weights could tell something about the records."""
+
+    class Weighted(TrainsLocally):
+        name: ClassVar[str] = "own-weight"
+
+        def task(self, client: int, message: Any, state: Any, context: Any) -> LocalObjective:
+            def make_upload(model: Any, trained: Any) -> Any:
+                return ModelParameters(model.state_dict(), 0.83 if client else 1.0), {}
+
+            return LocalObjective(make_upload=make_upload)
+
+    settings = resolve({**TWO_CLIENTS, "model": {"name": "linear"}, "run": {"rounds": 1}})
+    method = Weighted(local_steps=1, batch=128)
+    (row,) = simulate(replace(settings, method=method), quiet=True).metrics
+    assert row["rejected"] == {"1": "weight must be a whole number, got 0.83"}
 
 
 @pytest.mark.parametrize("name", METHODS)
