@@ -11,8 +11,9 @@ DATASETS = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist", "CIFAR-10": "cif
 SEEDS = range(5)
 STUDENTS, CLASSIFIERS = "fedstats_students", "fedstats_table"
 # Ends the keys of rows of `STUDENTS`. Older code made those of `NETWORK` without it.
-RELEASED = " images=2000 student={} features=whitened-scattering"
+RELEASED = " images=2000 student={} features=whitened-scattering{}"
 NETWORK, WIDE = "convnet", "convnet-64"
+DESKEWED = f"{WIDE} map=deskewed-scattering+random-process"
 
 # Published accuracies at ε = 1 / ε = 10 of central methods. FETA-Pro's are in its repository
 # (2019ChenGong/Feta-Pro, commit fc161aa), the lower ones at ε = 1 in plot/plot_eps_changes.py. The
@@ -56,7 +57,9 @@ def _mean(rows: str, key: str, value: str, factor: float, network: str) -> str:
     """Returns a mean over seeds, and their number in parentheses, if seeds are missing."""
     key += " alpha=0.5 K=10"
     seeds = SEEDS if rows == STUDENTS else STATISTICS_SEEDS
-    runs = by_seed(rows, key + RELEASED.format(network), seeds)
+    student, *own_map = network.split()
+    released = RELEASED.format(student, "".join(f" {name}" for name in own_map))
+    runs = by_seed(rows, key + released, seeds)
     if not runs and network == NETWORK:
         runs = by_seed(rows, key, seeds)
     field = value.partition(".")[0]
@@ -79,8 +82,16 @@ def _private_images() -> str:
         images.append(["FedStats", data, NOTHING, *_measured(STUDENTS, data, "student_taught")])
         cells = _measured(CLASSIFIERS, data, "accuracy")
         classifiers.append(["FedStats", data, NOTHING, *cells])
-    wide = _measured(STUDENTS, OWN, "student_taught", network=WIDE)
-    images.append(["FedStats, width 64", OWN, NOTHING, *wide])
+    for title, network in (("width 64", WIDE), ("width 64, deskewed", DESKEWED)):
+        for data in NOISE:
+            cells = _measured(STUDENTS, data, "student_taught", network=network)
+            images.append([f"FedStats, {title}", data, NOTHING, *cells])
+    for data in NOISE:
+        cells = _measured(STUDENTS, data, "accuracy", network=DESKEWED)
+        classifiers.append(["FedStats, deskewed", data, NOTHING, *cells])
+    images, classifiers = (
+        [row for row in rows if set(row[3:]) != {NOTHING}] for rows in (images, classifiers)
+    )
     for data in NOISE:
         hard = _measured(STUDENTS, data, "student_hard")
         images.append(["FedStats, hard labels", data, NOTHING, *hard])

@@ -327,12 +327,12 @@ def _features(
     if part.rows is not None:
         listed = tuple(chain.from_iterable(starmap(_feature_names, columns.items())))
         with file_errors(part.place):
-            others = [
+            unlisted = [
                 array
                 for name, array in columns.items()
                 if array.ndim > 1 or name not in (part.numbers or ())
             ]
-            stored = np.concatenate(list(map(_row_bytes, (part.rows(), *others))), axis=1)
+            stored = np.concatenate(list(map(_row_bytes, (part.rows(), *unlisted))), axis=1)
     if len(columns) == 1:
         return next(iter(columns.values())), listed, stored
     shapes = {name: list(array.shape) for name, array in columns.items()}
@@ -347,7 +347,7 @@ def _features(
 def _feature_names(name: str, column: Array) -> Iterator[str]:
     """Yields a column's name, or for lists of n numbers, the names NAME[0] to NAME[n − 1].
 
-    A single column of arrays has no names, because its values have no others beside them.
+    A column of arrays with more dimensions has no names.
     """
     if column.ndim == 1:
         yield name

@@ -1,8 +1,8 @@
 """Deskews images: shears the rows of each image so that its columns do not lean on average.
 
 LeCun et al. 1998, "Gradient-Based Learning Applied to Document Recognition", deslant digits before
-a linear classifier. Handwriting slants differently from writer to writer, which says nothing about
-the class. A shear is a function of one image, so it costs no budget.
+a linear classifier. The slant of handwriting depends on the writer rather than on the class. A
+shear is a function of one image, so it costs no budget.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def _shifted(x_NCHW: Tensor, columns_NH1: Tensor) -> Tensor:
     """Shifts each row to the left by a number of columns, which may be fractional."""
     width = x_NCHW.shape[3]
     position = torch.arange(width, device=x_NCHW.device) + columns_NH1
-    left = position.floor()
-    fraction = (position - left)[:, None]
+    column = position.floor()
+    fraction = (position - column)[:, None]
     padded = F.pad(x_NCHW, (1, 1))  # what lies outside counts as a column of zeros
 
     def at(index_NHW: Tensor) -> Tensor:
         inside = index_NHW.long().add(1).clamp(0, width + 1)
         return padded.gather(3, inside[:, None].expand(x_NCHW.shape))
 
-    return (1 - fraction) * at(left) + fraction * at(left + 1)
+    return (1 - fraction) * at(column) + fraction * at(column + 1)

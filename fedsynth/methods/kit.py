@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fedsynth.data.text import leaf_form as leaf_form
     from fedsynth.evaluation.accuracy import accuracy as accuracy
     from fedsynth.evaluation.generated import format_facts as format_facts
+    from fedsynth.features.public_statistics import measured_map as measured_map
     from fedsynth.features.public_statistics import normalised_map as normalised_map
     from fedsynth.methods.shared.aggregation import AveragingState as AveragingState
     from fedsynth.methods.shared.aggregation import average as average

@@ -42,9 +42,9 @@ def write_values(synthetic: SharedSet, folder: Path) -> None:
     names. All values are exact.
     """
     values = synthetic.values().flatten(1)
-    taken = {"label", *(f"p{label}" for label in range(synthetic.spec.classes))}
+    used_names = {"label", *(f"p{label}" for label in range(synthetic.spec.classes))}
     named = synthetic.spec.features
-    unusable = taken.intersection(named) or set(',"').intersection("".join(named))
+    unusable = used_names.intersection(named) or set(',"').intersection("".join(named))
     if len(named) != values.shape[1] or unusable:
         named = tuple(f"x{position}" for position in range(values.shape[1]))
     names = ["label", *named]
