@@ -123,9 +123,11 @@ def test_images_are_measured_after_a_private_release(script: Any, tmp_path: Path
     axes |= {"dataset": ("digits",), "epsilon": ("8",), "clients": (3,), "features": ("pixels",)}
     [cell] = students.GRID.cells(axes, device="cpu", quick=True, cache=tmp_path)
     cell.settings = students.GRID.settings(cell)
-    assert "images=2000 student=convnet features=pixels seed=0" in students.GRID.key.format(
-        **vars(cell)
-    )
+    key = students.GRID.key(cell)
+    assert "images=2000 student=convnet features=pixels seed=0" in key
+    cell.map = "deskewed-scattering+random-process"
+    assert students.GRID.key(cell) == key.replace("pixels", f"pixels map={cell.map}")
+    cell.map = "auto"
     row = students.work(cell)
     assert row["images"] == 80
     assert 7.9 < row["epsilon"] <= 8
@@ -173,7 +175,7 @@ def test_older_rows_are_shown_until_newer_ones_exist(
     rows = [{"key": f"{key} seed=0 aa", "student_taught": 0.5}]
     for count in (0, 1, 5):
         for seed in range(count):
-            newer = f"{key}{images.RELEASED.format(images.NETWORK)} seed={seed} bb"
+            newer = f"{key}{images.NETWORK} seed={seed} bb"
             rows.append({"key": newer, "student_taught": 0.75, "fid": {"released": 12.0}})
         text = "\n".join(map(json.dumps, rows))
         (tmp_path / "fedstats_students.jsonl").write_text(f"{text}\n")

@@ -10,9 +10,9 @@ from library.rows import NOTHING, STATISTICS_SEEDS, by_seed, value_of
 DATASETS = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist", "CIFAR-10": "cifar10"}
 SEEDS = range(5)
 STUDENTS, CLASSIFIERS = "fedstats_students", "fedstats_table"
-# Ends the keys of rows of `STUDENTS`. Older code made those of `NETWORK` without it.
-RELEASED = " images=2000 student={} features=whitened-scattering{}"
-NETWORK, WIDE = "convnet", "convnet-64"
+# They end the keys of rows of `STUDENTS`. Older code made those of `NETWORK` without it.
+NETWORK = " images=2000 student=convnet features=whitened-scattering"
+WIDE = NETWORK.replace("convnet", "convnet-64")
 DESKEWED = f"{WIDE} map=deskewed-scattering+random-process"
 
 # Published accuracies at ε = 1 / ε = 10 of central methods. FETA-Pro's are in its repository
@@ -57,9 +57,7 @@ def _mean(rows: str, key: str, value: str, factor: float, network: str) -> str:
     """Returns a mean over seeds, and their number in parentheses, if seeds are missing."""
     key += " alpha=0.5 K=10"
     seeds = SEEDS if rows == STUDENTS else STATISTICS_SEEDS
-    student, *own_map = network.split()
-    released = RELEASED.format(student, "".join(f" {name}" for name in own_map))
-    runs = by_seed(rows, key + released, seeds)
+    runs = by_seed(rows, key + network, seeds)
     if not runs and network == NETWORK:
         runs = by_seed(rows, key, seeds)
     field = value.partition(".")[0]
