@@ -325,7 +325,7 @@ class DataOwner:
         self.check_independent(of_records)
         vectors = values(self.public_records(2))
         if vectors.dim() != 2:
-            reason = f"must return vectors [M, D], got {list(vectors.shape)}. Return one vector per record"
+            reason = f"must return vectors [M, D], got {list(vectors.shape)}. Return one per record"
             raise SettingError(None, "values", reason)
         plan = ReleasePlan(
             name="mean",

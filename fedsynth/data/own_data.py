@@ -143,11 +143,16 @@ def read_own_data(
     if sites_with_masks(Path(settings.folder)):
         return _with_masks(settings, name or default_name(settings.folder), declaration, note)
     decoding = settings.decoding(declaration)
+    columns = () if declaration is None else declaration.spec.features
+    if not settings.feature_columns and not set(",[").intersection("".join(columns)):
+        settings = replace(settings, feature_columns=",".join(columns))  # no others are read
     ledger = getattr(declaration, "ledger", None)
     splits = splits_of(settings.folder, settings, note, decoding, settings.revision, ledger)
     records = training_records(splits, settings, note)
     if declaration is None:
         records = _decoded_once(records, settings)
+    else:
+        records = with_features(records, declaration.spec.features)
     tables = [records]
     tests = splits if {TEST, TRAIN} <= splits.keys() else {}
     if settings.test_folder:
@@ -164,8 +169,6 @@ def read_own_data(
         spec = spec_of(records, settings, name or default_name(settings.folder))
     else:
         spec = declared_spec(settings, declaration)
-        tables = [with_features(table, spec.features) for table in tables]
-        records = tables[0]
         require_declared(with_classes(records, spec.class_names), declaration)
     # test labels may be indices only if the training labels are, or if the file states an order
     is_ordered = bool(records.stated) or all(map(str.isdigit, records.class_names))
@@ -546,8 +549,8 @@ def as_data(
         labels = records.class_names
         records = with_classes(records, spec.class_names)
         if records.class_names != labels:
-            meanings = (f"{label} is {spec.class_names[int(label)]}" for label in labels)
-            note(f"labels in {one_line(records.root)} are class indices: {', '.join(meanings)}")
+            first = one_line(spec.class_names[0])
+            note(f"the labels in {one_line(records.root)} are class indices, and 0 is {first}")
     undefined = sorted(set(records.class_names).difference(spec.class_names))
     if undefined:
         raise DataError(

@@ -93,7 +93,7 @@ LARGEST_WHOLE = 2.0**53
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _NUMBER_WITH_UNIT = re.compile(
     r"[<>~€$£]?\s?[+-]?([0-9]*[.,]?[0-9]+(e[+-]?[0-9]+)?|[0-9]{1,3}([.,' ][0-9]{3})+([.,][0-9]+)?)"
-    r"\s?(%|€|eur|usd|gbp|chf)?\s*",
+    r"\s*(%|€|eur|usd|gbp|chf)?\s*",
     re.IGNORECASE,
 )
 
@@ -111,8 +111,8 @@ class Part:
         faults: for CSV columns, functions that explain why a column may be a damaged numeric
             column, or return an empty string.
         losses: the number of images that have lost information when they were decoded, by kind.
-        rows: for a table, a function that reads its default features with one number a row,
-            [N, columns].
+        default_columns: for a table, a function that reads its default features, each [N] or [N, …].
+            Empty cells are NaN, and damaged lists are left out.
     """
 
     place: str
@@ -121,7 +121,7 @@ class Part:
     stated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     faults: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     losses: Counter[str] = field(default_factory=Counter)
-    rows: Callable[[], Array] | None = None
+    default_columns: Callable[[], list[Array]] = list
 
     def feature_names(self, chosen: str) -> list[str]:
         """Returns the names of the feature columns.
@@ -298,14 +298,14 @@ def _features(
     """Reads the features: one array, or numeric columns side by side.
 
     Also returns a table's feature names, and the bytes by which ledgers recognise its records:
-    those of its default feature columns, whichever a run uses. Other columns and lists count only
-    if they are features.
+    those of its default feature columns, whichever a run uses. They are None if the features are
+    these columns, so that the values themselves are compared.
     """
     used = set(roles.values())
     names = [name for name in part.feature_names(chosen) if chosen or name not in used]
     unused = sorted(part.readers.keys() - used.union(names))
     for name in () if chosen else unused:
-        if not _has_meaning(name) and (fault := part.faults.get(name, str)()):
+        if not has_meaning(name) and (fault := part.faults.get(name, str)()):
             raise DataError(
                 f"the column {one_line(name)!r} of {part.place} {fault}. Correct or remove it, or "
                 "name the feature columns with --feature-columns"
@@ -324,15 +324,11 @@ def _features(
         columns = {name: as_float32(array) for name, array in columns.items()}
     listed: tuple[str, ...] = ()
     stored = None
-    if part.rows is not None:
+    if part.numbers is not None:
         listed = tuple(chain.from_iterable(starmap(_feature_names, columns.items())))
+    if part.numbers and tuple(columns) != part.numbers:
         with file_errors(part.place):
-            unlisted = [
-                array
-                for name, array in columns.items()
-                if array.ndim > 1 or name not in (part.numbers or ())
-            ]
-            stored = np.concatenate(list(map(_row_bytes, (part.rows(), *unlisted))), axis=1)
+            stored = np.concatenate(list(map(_row_bytes, part.default_columns())), axis=1)
     if len(columns) == 1:
         return next(iter(columns.values())), listed, stored
     shapes = {name: list(array.shape) for name, array in columns.items()}
@@ -350,9 +346,9 @@ def _feature_names(name: str, column: Array) -> Iterator[str]:
     A column of arrays with more dimensions has no names.
     """
     if column.ndim == 1:
-        yield name
+        yield same_name(name)
     elif column.ndim == 2:
-        yield from (f"{name}[{position}]" for position in range(column.shape[1]))
+        yield from (f"{same_name(name)}[{position}]" for position in range(column.shape[1]))
 
 
 def _row_bytes(rows: Array) -> Array:
@@ -664,15 +660,19 @@ def _table_part(
         }
     index = (schema.pandas_metadata or {}).get("index_columns", [])
     usable = tuple(
-        name for name in numbers if not (_has_meaning(name) or name in stated or name in index)
+        name for name in numbers if not (has_meaning(name) or name in stated or name in index)
     )
     if images:
         return Part(place, readers, None, stated, losses=losses)
-    rows = partial(_rows_of_numbers, read_numbers, [name for name in usable if name in plain])
-    return Part(place, readers, usable, stated, losses=losses, rows=rows)
+    defaults = {name: readers[name] for name in usable}
+    defaults |= {
+        name: partial(_numbers_or_nan, read_numbers, name) for name in usable if name in plain
+    }
+    read_defaults = partial(_default_columns, defaults)
+    return Part(place, readers, usable, stated, losses=losses, default_columns=read_defaults)
 
 
-def _has_meaning(name: str) -> bool:
+def has_meaning(name: str) -> bool:
     """Returns True if a column's name, such as `patient_id`, shows that it is not a feature."""
     return bool(column_of(name, _ROLES) or _IDENTIFIER.fullmatch(name))
 
@@ -713,15 +713,26 @@ def _column(read: Callable[[], Any], name: str) -> Array:
     return np.asarray(cells.to_numpy()).reshape(shape)
 
 
-def _rows_of_numbers(read: Callable[[], Any], names: list[str]) -> Array:
-    """Reads columns with one number a row, float32 [N, columns]. Empty cells are NaN."""
+def _default_columns(readers: Readers) -> list[Array]:
+    """Reads columns as float32, or uint8 if all are bytes. Damaged lists are left out."""
+    columns = []
+    for read in readers.values():
+        try:
+            columns.append(read())
+        except ValueError:  # whatever the run uses, so this depends on the file alone
+            continue
+    if {column.dtype for column in columns} == {np.dtype(np.uint8)}:
+        return columns
+    return list(map(as_float32, columns))
+
+
+def _numbers_or_nan(read: Callable[[], Any], name: str) -> Array:
+    """Reads a column with one number a row, [N]. Empty cells are NaN."""
     pyarrow = _optional("pyarrow", "tables")
-    table = read()
-    rows = np.empty((len(table), len(names)), np.float32)
-    for position, name in enumerate(names):
-        cells = table[name].cast(pyarrow.float64(), safe=False)
-        rows[:, position] = cells.fill_null(math.nan).to_numpy()
-    return rows
+    cells = read()[name]
+    if pyarrow.types.is_uint8(cells.type) and not cells.null_count:
+        return np.asarray(cells.to_numpy())
+    return np.asarray(cells.cast(pyarrow.float64(), safe=False).fill_null(math.nan).to_numpy())
 
 
 def _large_column(batches: Callable[[], Iterator[Any]], name: str) -> Array:

@@ -91,7 +91,14 @@ class ClassFolders:
             declared_spec, proposed = declared.spec, proposal.spec
             differing = [
                 name.replace("_", " ")
-                for name in ("class_names", "image_shape", "window", "slice", "vocabulary")
+                for name in (
+                    "class_names",
+                    "image_shape",
+                    "window",
+                    "slice",
+                    "vocabulary",
+                    "features",
+                )
                 if getattr(declared_spec, name) != getattr(proposed, name)
             ]
             if not differing:

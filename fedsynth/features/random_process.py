@@ -209,18 +209,18 @@ def deskewed_pair(shape: Shape) -> FeatureMap:
     return _pair("deskewed-scattering+random-process", shape, _of_deskewed)
 
 
-# Computes vectors from images by a function from images to vectors.
-_Computed = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+# Applies a function from images to vectors to transformed images.
+_Transform = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
-def _pair(name: str, shape: Shape, computed: _Computed | None = None) -> FeatureMap:
+def _pair(name: str, shape: Shape, transform: _Transform | None = None) -> FeatureMap:
     dictionary = random_process(shape).function
     coefficients, coefficients_radius = _whitened(scattering_features, shape, sizes(shape)[1])
     comparisons, comparisons_radius = _whitened(dictionary, shape, CELLS**2)
     factors = (1 / coefficients_radius, DICTIONARY / comparisons_radius)
     function = partial(_side_by_side, (coefficients, comparisons), factors)
-    if computed is not None:
-        function = partial(computed, function)
+    if transform is not None:
+        function = partial(transform, function)
     blocks = (coefficients.block, comparisons.block)
     vectors = public_vectors(function, shape)
     return map_of_vectors(name, shape, function, vectors, blocks, SMALLER)

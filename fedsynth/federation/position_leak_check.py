@@ -15,10 +15,12 @@ other positions and among other images (`dependence_in_step`). The step of user 
 second time, among other images. Its values of the same images must be those of the first time. No
 client's ledger is charged, and the step receives seeded noise.
 
-A user's method is also tried in round 2, with the client's state after round 1, if the step ends
-with the releases of the trial. If a simulation computes several clients together, two are tried in
-one pass, and their values must equal the values from separate passes. A step of user code that
-raises before its last release is refused, because nothing was tried then.
+The uploads of a user's method must have the weight 1 or 0, and its `TrainsLocally.combine` is tried
+once, so that a mistake in it costs no budget. A user's method is also tried in round 2, with the
+client's state after round 1, if the step ends with the releases of the trial. If a simulation
+computes several clients together, two are tried in one pass, and their values must equal the values
+from separate passes. A step of user code that raises before its last release is refused, because
+nothing was tried then.
 """
 
 from __future__ import annotations
@@ -85,6 +87,10 @@ ADDS = "adds vectors to a mechanism without a function of its client view"
 
 # Mistakes in code, whatever the images are. A missing key or index may be due to random images.
 _MISTAKES = (AttributeError, ImportError, NameError, TypeError)
+
+
+# Users' methods may give their private uploads other weights.
+WEIGHT = "uploads a model with the weight {:g}, which must be 1, or 0 of a dropped straggler"
 
 
 class _LastReleaseError(Exception):
@@ -320,18 +326,22 @@ class StepTrial:
         return states
 
     def _combine(self, server: Server, exchange: str, replies: Sequence[Message]) -> None:
-        """Runs `TrainsLocally.combine` of a user's method once, to find mistakes in it.
+        """Tries what the server of a user's method does with the uploads, to find mistakes in it.
 
-        Errors that may be due to the random images are ignored. Server steps of other methods may
-        be long.
+        `TrainsLocally.combine` runs once, with as many uploads as there are clients. Errors that
+        may be due to the random images are ignored. Server steps of other methods may be long.
         """
+        weights = {reply.weight for reply in replies if isinstance(reply, ModelParameters)}
+        if wrong := weights.difference({0.0, 1.0}):
+            self.finding = self.finding or WEIGHT.format(min(wrong))
         combines = type(self._method).server_step is TrainsLocally.server_step
-        if exchange != MAIN or self.repeats or not combines:
+        if exchange != MAIN or self.repeats or self.context.round > 1 or not combines:
             return
         try:
-            numbered = dict(zip(self.clients, replies, strict=True))
-            server.receive(exchange, numbered, self.context)
-        except _MISTAKES:
+            uploads = dict.fromkeys(range(self.context.clients), replies[0])
+            server.receive(exchange, uploads, self.context)
+        except _MISTAKES as error:
+            error.add_note("in the server's step")
             raise
         except Exception:  # such as numbers that are not finite
             pass

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedsynth.data.shared_set import TENSORS, SharedSet
+from fedsynth.data.tables import has_meaning
 from fedsynth.files import file_hash
 
 CROISSANT, VALUES = "croissant.json", "values.csv"
@@ -44,8 +45,8 @@ def write_values(synthetic: SharedSet, folder: Path) -> None:
     values = synthetic.values().flatten(1)
     used_names = {"label", *(f"p{label}" for label in range(synthetic.spec.classes))}
     named = synthetic.spec.features
-    unusable = used_names.intersection(named) or set(',"').intersection("".join(named))
-    if len(named) != values.shape[1] or unusable:
+    unusable = {name for name in named if has_meaning(name) or set(',"').intersection(name)}
+    if len(named) != values.shape[1] or unusable or used_names.intersection(named):
         named = tuple(f"x{position}" for position in range(values.shape[1]))
     names = ["label", *named]
     columns = [synthetic.labels[:, None].numpy(), values.numpy()]

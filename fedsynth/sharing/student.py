@@ -43,7 +43,7 @@ AUTO, SOFT, HARD = "auto", "soft", "hard"
 LABELS = (AUTO, SOFT, HARD)
 NO_TEACHER = "none"
 _FACTS_OF_INPUTS = (
-    "image_shape", "class_names", "mean", "std", "bounds", "encoder", "window", "slice"
+    "image_shape", "class_names", "mean", "std", "bounds", "encoder", "window", "slice", "features"
 )  # fmt: skip
 
 

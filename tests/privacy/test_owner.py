@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from fedsynth import FedDM, TrainsLocally, register_model, resolve, simulate
 from fedsynth.core.messages import ModelParameters
-from fedsynth.errors import LedgerError, PrivacySettingError, SettingError
+from fedsynth.core.uploads import Number
+from fedsynth.errors import LedgerError, PrivacySettingError, SettingError, UploadRejectedError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.methods.shared.local import LocalObjective, plain_upload
@@ -654,14 +655,35 @@ def test_weights_of_private_uploads_are_0_or_1() -> None:
 
         def task(self, client: int, message: Any, state: Any, context: Any) -> LocalObjective:
             def make_upload(model: Any, trained: Any) -> Any:
-                return ModelParameters(model.state_dict(), 0.83 if client else 1.0), {}
+                return ModelParameters(model.state_dict(), 0.83), {}
 
             return LocalObjective(make_upload=make_upload)
 
-    settings = resolve({**TWO_CLIENTS, "model": {"name": "linear"}, "run": {"rounds": 1}})
-    method = Weighted(local_steps=1, batch=128)
-    (row,) = simulate(replace(settings, method=method), quiet=True).metrics
-    assert row["rejected"] == {"1": "weight must be a whole number, got 0.83"}
+    with raises(SettingError, "run.method") as caught:
+        run_own(Weighted(local_steps=1, batch=128))
+    assert "the weight 0.83, which must be 1" in str(caught.value)
+    with raises(UploadRejectedError, "upload.weight"):  # by the server, of a client without trial
+        Number(0.0, 1.0, is_whole=True).check("weight", 0.83)
+
+
+COMBINED: list[tuple[int, int]] = []
+
+
+class Combining(TrainsLocally):
+    name: ClassVar[str] = "own-combine"
+
+    def task(self, client: int, message: Any, state: Any, context: Any) -> LocalObjective:
+        return LocalObjective()
+
+    def combine(self, state: Any, uploads: Any, context: Any) -> Any:
+        COMBINED.append((context.round, len(uploads)))
+        return super().combine(state, uploads, context)
+
+
+def test_a_trial_combines_the_uploads_of_all_clients_in_round_1_only() -> None:
+    """A later step may need the server's state of round 1, which trials of later rounds lack."""
+    run_own(Combining(local_steps=1, batch=128), rounds=3)
+    assert COMBINED == [(1, 2), (1, 2), (2, 2), (3, 2)]
 
 
 @pytest.mark.parametrize("name", METHODS)
