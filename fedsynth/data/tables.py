@@ -297,9 +297,9 @@ def _features(
 ) -> tuple[Array, tuple[str, ...], Array | None]:
     """Reads the features: one array, or numeric columns side by side.
 
-    Also returns a table's feature names, and the bytes by which ledgers recognise its records:
-    those of its default feature columns, whichever a run uses. They are None if the features are
-    these columns, so that the values themselves are compared.
+    Also returns a table's feature names (none for one column of lists), and the bytes by which
+    ledgers recognise its records: those of its default feature columns, whichever a run uses. They
+    are None if the features are these columns, so that the values themselves are compared.
     """
     used = set(roles.values())
     names = [name for name in part.feature_names(chosen) if chosen or name not in used]
@@ -324,7 +324,8 @@ def _features(
         columns = {name: as_float32(array) for name, array in columns.items()}
     listed: tuple[str, ...] = ()
     stored = None
-    if part.numbers is not None:
+    is_one_list = len(columns) == 1 and next(iter(columns.values())).ndim > 1
+    if part.numbers is not None and not is_one_list:
         listed = tuple(chain.from_iterable(starmap(_feature_names, columns.items())))
     if part.numbers and tuple(columns) != part.numbers:
         with file_errors(part.place):
@@ -341,10 +342,7 @@ def _features(
 
 
 def _feature_names(name: str, column: Array) -> Iterator[str]:
-    """Yields a column's name, or for lists of n numbers, the names NAME[0] to NAME[n − 1].
-
-    A column of arrays with more dimensions has no names.
-    """
+    """Yields a column's name, or for lists of n numbers, the names NAME[0] to NAME[n − 1]."""
     if column.ndim == 1:
         yield same_name(name)
     elif column.ndim == 2:

@@ -412,6 +412,8 @@ def test_lists_are_matched_by_their_columns(tmp_path: Path) -> None:
     loaded = load_records(**files, bounds="-8,8")
     assert torch.equal(loaded.test.images, loaded.train.images)
     assert loaded.train.spec.features == ("e[0]", "e[1]", "e[2]", "b")
+    one = load_records(tmp_path / "a.parquet", feature_columns="e", bounds="-8,8")
+    assert one.train.spec.features == ()  # 512 numbers of an embedding need no names
 
 
 # ------------------------------------------------------------------------------------------ hub
