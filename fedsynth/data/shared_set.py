@@ -51,7 +51,8 @@ SUM_TOLERANCE = 0.01
 
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 _FACTS = {
-    "class_names", "mean", "std", "bounds", "encoder", "encoded_shape", "window", "slice", "features"
+    "class_names", "mean", "std", "bounds", "encoder", "encoded_shape", "window", "slice",
+    "features",
 }  # fmt: skip
 _TENSORS = {"images", "labels", "soft_labels", "client"}
 

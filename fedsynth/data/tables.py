@@ -111,8 +111,8 @@ class Part:
         faults: for CSV columns, functions that explain why a column may be a damaged numeric
             column, or return an empty string.
         losses: the number of images that have lost information when they were decoded, by kind.
-        default_columns: for a table, a function that reads its default features, each [N] or [N, …].
-            Empty cells are NaN, and damaged lists are left out.
+        default_columns: for a table, a function that reads its default features, [N] or [N, …]
+            each. Empty cells are NaN, and damaged lists are left out.
     """
 
     place: str
@@ -327,9 +327,11 @@ def _features(
     is_one_list = len(columns) == 1 and next(iter(columns.values())).ndim > 1
     if part.numbers is not None and not is_one_list:
         listed = tuple(chain.from_iterable(starmap(_feature_names, columns.items())))
-    if part.numbers and tuple(columns) != part.numbers:
+    if tuple(columns) != part.numbers:
         with file_errors(part.place):
-            stored = np.concatenate(list(map(_row_bytes, part.default_columns())), axis=1)
+            defaults = part.default_columns()
+        if defaults:
+            stored = np.concatenate(list(map(_row_bytes, defaults)), axis=1)
     if len(columns) == 1:
         return next(iter(columns.values())), listed, stored
     shapes = {name: list(array.shape) for name, array in columns.items()}
@@ -717,7 +719,7 @@ def _default_columns(readers: Readers) -> list[Array]:
     for read in readers.values():
         try:
             columns.append(read())
-        except ValueError:  # whatever the run uses, so this depends on the file alone
+        except ValueError:  # in each run on this file, whichever columns the run uses
             continue
     if {column.dtype for column in columns} == {np.dtype(np.uint8)}:
         return columns
