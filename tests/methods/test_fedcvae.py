@@ -134,7 +134,7 @@ def test_round_equals_plain_torch(method: Any, device: torch.device) -> None:
     models, state, _ = run_rounds(method, TwoLayers, device, active=((0, 1),))
     network, images = in_plain_torch(method, device)
     for name, value in network.state_dict().items():
-        np.testing.assert_allclose(models[0][name], value.cpu().numpy(), atol=2e-4)
+        np.testing.assert_allclose(models[0][name], value.cpu().numpy(), atol=5e-4)
     torch.testing.assert_close(state.images, images, atol=1e-3, rtol=0)  # Adam amplifies rounding
     synthetic, labels, soft = method.synthetic(state, context(1, device))
     assert synthetic is state.images

@@ -474,6 +474,7 @@ DEPENDENT: dict[str, Mix] = {
     "rank": lambda x: x.sort(0)[0],
     "softmax over examples": lambda x: x.softmax(0),
     "if a maximum is reached": lambda x: x - x.mean(0) if x.max() > 1e6 else x,
+    "if an integer is reached": lambda x: x - x.mean(0) if x.long().max() > 1e6 else x,
     "where a maximum is reached": lambda x: torch.where(x.max() > 1e6, x - x.mean(0), x),
     "small multiple of the mean": lambda x: x + 1e-6 * x.mean(0),
 }
