@@ -49,6 +49,8 @@ class OwnCode:
 
 # The files that the current process has loaded, by label.
 SOURCES: dict[str, OwnCode] = {}
+# The modules that these files imported from their own folders, with the folder, by name.
+_NEIGHBOURS: dict[str, Path] = {}
 
 
 def names_a_file(setting: str) -> bool:
@@ -147,13 +149,18 @@ def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
 def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
     """Executes a Python file and returns it as a module.
 
-    If the process has already executed the same text under the same file name, the earlier module
-    is returned. The text is compiled here, because Python's own loader could run a cached `.pyc`
-    file that is not hashed.
+    If the process has already executed the same text of this file, the earlier module is returned.
+    The text is compiled here, because Python's own loader could run a cached `.pyc` file that is
+    not hashed.
     """
     title = f"fedsynth_own_{path.stem}_{code.sha256[:HASH_DIGITS]}"
-    if title in sys.modules:
-        return sys.modules[title]
+    loaded = sys.modules.get(title)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    for name in [name for name, folder in _NEIGHBOURS.items() if folder != path.parent]:
+        sys.modules.pop(name, None)  # the file may have a neighbour with this name
+        del _NEIGHBOURS[name]
+    before = set(sys.modules)
     module = ModuleType(title)
     module.__file__ = str(path)
     sys.modules[title] = module  # dataclasses look up their module
@@ -162,9 +169,14 @@ def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
         text = code.text.removeprefix("\ufeff")
         exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
-        del sys.modules[title]
+        sys.modules.pop(title, None)
         reason = f"names {path}, which failed with {type(error).__name__}: {one_line(error)}"
         raise SettingError(section, key, reason) from error
     finally:
         sys.path.remove(str(path.parent))
+        for name in set(sys.modules) - before - {title}:
+            top = path.parent / name.partition(".")[0]
+            file = Path(getattr(sys.modules[name], "__file__", None) or "")
+            if file == top.with_suffix(".py") or top in file.parents:
+                _NEIGHBOURS[name] = path.parent
     return module

@@ -158,9 +158,13 @@ class ReachableState:
     def _of_object(self, path: str, value: object) -> Iterator[tuple[str, object]]:
         kind = type(value)
         self.code.add(kind)
-        attributes = _slots(value) | getattr(value, "__dict__", {})
+        try:
+            own = dict(vars(value))
+        except Exception:  # without attributes, or with a `__dict__` that fails
+            own = None
+        attributes = _slots(value) | (own or {})
         collection = isinstance(value, (*_COLLECTIONS, Mapping))
-        if not attributes and not collection and not hasattr(value, "__dict__"):
+        if not attributes and not collection and own is None:
             if " at 0x" not in repr(value):
                 self.values[path] = repr(value)
             elif kind is not object and not isinstance(

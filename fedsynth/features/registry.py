@@ -31,6 +31,7 @@ from fedsynth.features.scattering import MIN_SIDE as SCATTERING_SIDE
 from fedsynth.features.scattering import scattering, whitened_scattering
 from fedsynth.own_code import load_own, names_code, unloaded_file
 from fedsynth.privacy.batch_independence import ADVICE, StepInputs, dependence_on_batch
+from fedsynth.seeding import forked_rng
 
 
 def pixels(shape: Shape) -> FeatureMap:
@@ -206,16 +207,34 @@ class _CheckedFunction:
 
 
 def _build_custom(name: str, shape: Shape) -> FeatureMap:
-    """Builds a custom feature map with the user's registered function.
+    """Builds a custom feature map twice, and returns the first copy.
 
-    The map's image shape and sample vectors are checked before any ledger is charged. An error is
-    raised if one image's vector depends on other images.
+    Both copies are tested before any ledger is charged, since every party and every resumed run
+    builds the map anew.
 
     Raises:
-        SettingError: the registered function fails, or does not return a map for the shape.
+        SettingError: the registered function fails, does not return a map for the shape, or returns
+            a different map at the second call. Or an image's vector depends on other images.
     """
+    built, again = _call_builder(name, shape), _call_builder(name, shape)
+    images = torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape)
+    function = _CheckedFunction(name, built.function)
     try:
-        built: object = _CUSTOM[name](shape)
+        vectors = built(images)  # checks its output
+        function.check(torch.device("cpu"), shape)
+        if not torch.allclose(vectors, again(images), rtol=1e-3, atol=1e-5):
+            reason = "the registered function returns a different map at each call, such as random"
+            raise _refused(name, f"{reason} weights. Load the weights from a file")
+    except (RuntimeError, AssertionError, NotImplementedError):
+        pass  # the map may need another device, where it is checked before its first use
+    return replace(built, name=name, function=function)
+
+
+def _call_builder(name: str, shape: Shape) -> FeatureMap:
+    """Calls the registered function with torch's global generator in a fixed state."""
+    try:
+        with forked_rng(0, "feature map"):
+            built: object = _CUSTOM[name](shape)
     except (FedsynthError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
@@ -231,13 +250,7 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
             f"of shape {shape}. Return a map for the given shape"
         )
         raise _refused(name, reason)
-    function = _CheckedFunction(name, built.function)
-    try:
-        built(torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape))  # checks its output
-        function.check(torch.device("cpu"), shape)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        pass  # the map may need another device, where it is checked before its first use
-    return replace(built, name=name, function=function)
+    return built
 
 
 def _refused(name: str, reason: str) -> SettingError:

@@ -6,11 +6,13 @@ The list of methods is in `registry.py`. Listing the methods imports neither tor
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, MemberDescriptorType
 from typing import TYPE_CHECKING
 
 from fedsynth._lazy_import import exported_names
@@ -61,7 +63,8 @@ def register_method(method: type[Method], label: str = "") -> str:
         The method's name in lower case.
 
     Raises:
-        SettingError: the object is not a method class, or has a built-in method's name.
+        SettingError: the object is not a method class, has a built-in method's name, or changes a
+            default that its constructor does not use.
 
     >>> from dataclasses import dataclass
     >>> from fedsynth import FedAvg, RunSettings, register_method, resolve
@@ -89,6 +92,17 @@ def register_method(method: type[Method], label: str = "") -> str:
         raise SettingError(
             "run", "method", f"{name} is missing the abstract methods {missing}. Define them"
         )
+    for field in fields(method):
+        value = inspect.getattr_static(method, field.name, field.default)
+        if field.default is MISSING or isinstance(value, MemberDescriptorType):
+            continue
+        if value != field.default:
+            reason = (
+                f"{name} sets {field.name} = {value!r:.40}, but its constructor's default is "
+                f"{field.default!r:.40}. Annotate it (`{field.name}: {field.type}`), and decorate "
+                "the class with @dataclass(frozen=True)"
+            )
+            raise SettingError("run", "method", reason)
     _CUSTOM[name] = (method, label)
     return name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -72,8 +73,8 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
     For a network with `embed` and `classifier`, a missing `embedding_size` is set.
 
     Raises:
-        SettingError: the network does not return logits [N, classes], or `embed` does not fit
-            `classifier`.
+        SettingError: the network does not return logits [N, classes], or these are not the
+            `classifier`'s outputs for the features that `embed` returns.
     """
     if not isinstance(network, nn.Module):
         raise _refused(
@@ -84,7 +85,8 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
     training = network.training
     features = None
     with _refusing(name, f"cannot take images of {_size(shape)}"), torch.no_grad():
-        images = torch.zeros(2, *shape, device=next(network.parameters()).device)
+        images = torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape)
+        images = images.to(next(network.parameters()).device)
         logits = network.eval()(images)
         if hasattr(network, "embed"):
             features = network.embed(images)  # type: ignore[operator]
@@ -99,6 +101,9 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
         if features.shape != (2, last.in_features):
             reason = f"must return [N, {last.in_features}] from `embed`, the input of `classifier`"
             raise _refused(name, f"{reason}, got {list(features.shape)}. Correct `embed`")
+        if not torch.allclose(last(features), logits, rtol=1e-3, atol=1e-4):
+            reason = "must return classifier(embed(x)) from `forward`, got other logits"
+            raise _refused(name, f"{reason}. Correct `forward`, or rename `classifier`")
         if not hasattr(network, "embedding_size"):
             network.embedding_size = last.in_features  # type: ignore[assignment]
 
@@ -128,7 +133,9 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
         content = safetensors.torch.save(contiguous)
         network.load_state_dict(safetensors.torch.load(content))  # its current values
     with _refusing(name, "cannot be trained"), torch.enable_grad():
-        logits = twin.train()(torch.rand(2, *shape, device=next(twin.parameters()).device))
+        logits = twin.requires_grad_().train()(
+            torch.rand(2, *shape, device=next(twin.parameters()).device)
+        )
         logits.sum().backward()
     if logits.shape != (2, classes):
         reason = (

@@ -17,6 +17,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedsynth.config.loading import code_options
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.feature_cache import keep_on_disk
@@ -371,8 +373,10 @@ class Simulation(ActiveRun):
         charge_note = ""
         if self._private and completed < self.settings.rounds:
             charge_note = ". Resuming charges the interrupted round again"
-        command = f"fedsynth train --resume {shlex.quote(str(self.folder.path))}"
-        return f"{progress}{self._spent()}{charge_note}. To resume: {command}"
+        arguments = ["fedsynth", "train", "--resume", str(self.folder.path)]
+        with suppress(SettingError):  # for code that was registered in Python
+            arguments += code_options(self.settings)
+        return f"{progress}{self._spent()}{charge_note}. To resume: {shlex.join(arguments)}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
         """Creates the run folder and writes the settings into it.

@@ -53,6 +53,14 @@ def rows(image_shape):
         "rows", image_shape, 8, 3.0, 3.0, "pixels are in [0, 1]", lambda x: x.mean(dim=(1, 3))
     )
 """
+DRAWN = """
+import numpy as np
+from fedsynth.features import FeatureMap
+
+def rows(image_shape):
+    scale = np.random.default_rng().random()
+    return FeatureMap("rows", image_shape, 64, 8.0, 3.0, "random", lambda x: scale * x.flatten(1))
+"""
 FILES = {"net.py": NET, "mine.py": METHOD, "enc.py": FEATURES, "helper.py": "RATE = 0.5\n"}
 OPTIONS = {
     "method": "--method {}/mine.py:Mine",
@@ -124,6 +132,17 @@ def test_hashed_source_is_executed(code: Path, same_time: bool) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     loaded, label = load_own("model", "name", f"{file}:Net")
     assert (loaded.__name__, SOURCES[label].text) == ("Net", NET)
+
+
+def test_files_import_their_own_neighbours(tmp_path: Path) -> None:
+    """Two copies of a file may lie beside different modules with the same name."""
+    defaults = []
+    for folder, rate in (("a", "0.5"), ("b", "0.25"), ("a", "0.5")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "mine.py").write_text(METHOD)
+        (tmp_path / folder / "helper.py").write_text(f"RATE = {rate}\n")
+        defaults.append(load_own("run", "method", f"{tmp_path}/{folder}/mine.py:Mine")[0]().lr)
+    assert defaults == [0.5, 0.25, 0.5]
 
 
 def test_code_named_in_run_folder_is_never_executed(code: Path, fedsynth: Call) -> None:
@@ -211,8 +230,10 @@ def test_resume_needs_same_code(
     accuracy = complete.summary["test_accuracy"]
     shutil.rmtree(code / "out")
     with interrupt_in_round(2):
-        assert fedsynth(line).code == 130
+        interrupted = fedsynth(line)
     (folder,) = (code / "out").iterdir()
+    assert interrupted.code == 130
+    assert f"fedsynth train --resume {folder} {option}" in interrupted.stderr.replace("\n", " ")
     clear_registry()
     fedsynth(f"train --resume {folder}").assert_refused(name)
     content = (code / name).read_text()
@@ -235,6 +256,7 @@ def test_resume_needs_same_code(
         ("1 / 0", "which failed with ZeroDivisionError: division by zero"),
         ("cols = 3", "names 'rows', which"),
         (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(1, 3)).bernoulli()"), "draws random"),
+        (DRAWN, "returns a different map at each call"),
     ],
 )
 def test_invalid_feature_maps_fail(text: str, message: str, code: Path, fedsynth: Call) -> None:

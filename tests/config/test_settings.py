@@ -458,6 +458,9 @@ def test_hooks_without_their_class_are_refused() -> None:
     class Unfinished(fs.Method):
         name, upload = "unfinished", fs.ModelParameters
 
+    class Undecorated(fs.FedAvg):
+        name, lr = "undecorated", 0.5
+
     class Unplanned(fs.FedAvg):
         release_plans = fs.Method.release_plans
 
@@ -467,4 +470,6 @@ def test_hooks_without_their_class_are_refused() -> None:
             fs.RunSettings(method)
     with raises(SettingError, "run.method"):
         fs.register_method(unfinished)
+    with pytest.raises(SettingError, match=r"sets lr = 0\.5, but its"):
+        fs.register_method(Undecorated)
     fs.RunSettings(Measured())
