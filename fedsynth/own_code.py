@@ -160,7 +160,7 @@ def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
     for name in [name for name, folder in _NEIGHBOURS.items() if folder != path.parent]:
         sys.modules.pop(name, None)  # the file may have a neighbour with this name
         del _NEIGHBOURS[name]
-    before = set(sys.modules)
+    imported = set(sys.modules)
     module = ModuleType(title)
     module.__file__ = str(path)
     sys.modules[title] = module  # dataclasses look up their module
@@ -174,7 +174,7 @@ def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
         raise SettingError(section, key, reason) from error
     finally:
         sys.path.remove(str(path.parent))
-        for name in set(sys.modules) - before - {title}:
+        for name in set(sys.modules) - imported - {title}:
             top = path.parent / name.partition(".")[0]
             file = Path(getattr(sys.modules[name], "__file__", None) or "")
             if file == top.with_suffix(".py") or top in file.parents:

@@ -159,12 +159,12 @@ class ReachableState:
         kind = type(value)
         self.code.add(kind)
         try:
-            own = dict(vars(value))
+            instance = dict(vars(value))
         except Exception:  # without attributes, or with a `__dict__` that fails
-            own = None
-        attributes = _slots(value) | (own or {})
+            instance = None
+        attributes = _slots(value) | (instance or {})
         collection = isinstance(value, (*_COLLECTIONS, Mapping))
-        if not attributes and not collection and own is None:
+        if not attributes and not collection and instance is None:
             if " at 0x" not in repr(value):
                 self.values[path] = repr(value)
             elif kind is not object and not isinstance(

@@ -216,13 +216,13 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
         SettingError: the registered function fails, does not return a map for the shape, or returns
             a different map at the second call. Or an image's vector depends on other images.
     """
-    built, again = _call_builder(name, shape), _call_builder(name, shape)
+    built, copy = _call_builder(name, shape), _call_builder(name, shape)
     images = torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape)
     function = _CheckedFunction(name, built.function)
     try:
         vectors = built(images)  # checks its output
         function.check(torch.device("cpu"), shape)
-        if not torch.allclose(vectors, again(images), rtol=1e-3, atol=1e-5):
+        if not torch.allclose(vectors, copy(images), rtol=1e-3, atol=1e-5):
             reason = "the registered function returns a different map at each call, such as random"
             raise _refused(name, f"{reason} weights. Load the weights from a file")
     except (RuntimeError, AssertionError, NotImplementedError):

@@ -99,8 +99,8 @@ def register_method(method: type[Method], label: str = "") -> str:
         if value != field.default:
             reason = (
                 f"{name} sets {field.name} = {value!r:.40}, but its constructor's default is "
-                f"{field.default!r:.40}. Annotate it (`{field.name}: {field.type}`), and decorate "
-                "the class with @dataclass(frozen=True)"
+                f"{field.default!r:.40}. Write `{field.name}: {field.type} = …`, and "
+                "decorate the class with @dataclass(frozen=True)"
             )
             raise SettingError("run", "method", reason)
     _CUSTOM[name] = (method, label)
