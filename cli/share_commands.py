@@ -152,7 +152,8 @@ def describe(
         Path,
         options.path_argument(
             "A folder with the structure SITE/CLASS/files or CLASS/files, or with a manifest.csv "
-            "(path, label, site, user), or a file .npz, .npy, .safetensors, .parquet or .csv.",
+            "(path, label, site, user), or a file .npz, .npy, .safetensors, .parquet, .csv or "
+            ".tsv.",
             metavar="DIR",
         ),
     ],

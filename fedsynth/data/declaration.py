@@ -265,10 +265,10 @@ class FolderSettings:
 
     Args:
         folder: the folder with your own images, as SITE/CLASS/files, CLASS/files or a manifest.csv,
-            or your own .npz, .npy, .safetensors, .parquet or .csv file. In the first layout each
-            site is a client, and in the second the partition divides the images. A manifest has the
-            columns path, label, site and patient, and may itself be the path. Images may be JPEG,
-            PNG, BMP, WebP, TIFF, DICOM or NIfTI files.
+            or your own .npz, .npy, .safetensors, .parquet, .csv or .tsv file. In the first layout,
+            each site is a client, and in the second the partition divides the images. A manifest
+            has the columns path, label, site and patient, and may itself be the path. Images may be
+            JPEG, PNG, BMP, WebP, TIFF, DICOM or NIfTI files.
         test_folder: the folder or file with your own test images, in one of the layouts of
             `folder`. Sites are ignored.
         test: whether your test images are "public" or "private" (the default), or "none" to use

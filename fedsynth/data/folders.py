@@ -28,6 +28,7 @@ from fedsynth.data.files import (
 from fedsynth.data.medical import DICOM_EXTENSIONS, NIFTI_EXTENSIONS
 from fedsynth.data.pixels import EXTENSIONS, is_image, read_patients
 from fedsynth.data.records import Entry, Records, check_names, check_splits, counted, names_array
+from fedsynth.data.tables import CSV, SUFFIXES
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
 
 MANIFEST = "manifest.csv"
@@ -64,6 +65,11 @@ def find_files(folder: Path, ledger: Path | None = None) -> Records:
             "fedsynth train --data, or arrange the images in class folders"
         ).with_code("data.masks")
     manifest = manifest_of(folder)
+    if folder.is_file() and folder.suffix.lower() not in CSV:
+        raise DataError(
+            f"{one_line(folder)} is not a data file of a known type. Use a file with the ending "
+            f"{', '.join(SUFFIXES)}"
+        ).with_code("data.file_type")
     if manifest.exists():
         files = _files_in_manifest(manifest)
         if not len(files):

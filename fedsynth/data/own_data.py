@@ -97,8 +97,8 @@ def load_records(place: str | Path, **settings: Any) -> OwnerData:
             SITE/images/files and SITE/masks/files (`fedsynth.data.masks`). A manifest has the
             columns path and label and, optionally, site and user. Images are JPEG, PNG, BMP, WebP,
             TIFF, DICOM or NIfTI files of any size, in grey or colour. Or a file .npz, .npy,
-            .safetensors, .parquet or .csv, or `hf:` with a folder of Parquet files or with the name
-            of a data set on the Hugging Face hub.
+            .safetensors, .parquet, .csv or .tsv, or `hf:` with a folder of Parquet files or
+            with the name of a data set on the Hugging Face hub.
         settings: further fields of `FolderSettings`, such as `image_size`, `channels`,
             `test_folder`, `skip_corrupt`, `skip_other`, `declaration`, `window`, `label_column` and
             `bounds`.

@@ -68,7 +68,8 @@ from fedsynth.large_arrays import ROWS, as_float32, new_array, read_array
 Readers = dict[str, Callable[[], Array]]
 
 HUB = "hf:"
-SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
+CSV = (".csv", ".tsv", ".txt")
+SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", *CSV)
 _NO_RECORDS = "the data contain no records"
 _PLAIN = Decoding()
 # The size limit for an array in memory.
@@ -208,7 +209,7 @@ def is_record_file(path: str | Path) -> bool:
         return True
     path = Path(path)
     suffix = path.suffix.lower()
-    if suffix != ".csv":
+    if suffix not in CSV:
         return suffix in SUFFIXES and not path.is_dir()
     if not path.is_file():
         return False
@@ -239,7 +240,7 @@ def parts_of(place: str, revision: str = "", decoding: Decoding = _PLAIN) -> dic
             return _hub_parts(path, decoding)
         if kind == ".parquet":
             return {TRAIN: _parquet_part([path], one_line(place), decoding)}
-        if kind == ".csv":
+        if kind in CSV:
             table = _read_csv(path)
             part = _table_part(one_line(place), table.schema, table.select)
             faults = {name: partial(_fault_of_numbers, table[name]) for name in part.readers}

@@ -112,6 +112,12 @@ def test_invalid_layouts_raise_one_line_errors(
     assert "\n" not in str(caught.value)
 
 
+def test_files_of_unknown_types_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "bank.json").write_text('[{"age": 50, "label": 1}]')
+    with raises(DataError, "data.file_type"):
+        load_records(tmp_path / "bank.json")
+
+
 # --------------------------------------------------------------------------------- other files
 def damages(root: Path) -> dict[str, tuple[Callable[[], object], str | None]]:
     """Returns changes of a folder of images at root/scans, and the count in the error of each."""

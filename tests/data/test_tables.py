@@ -87,6 +87,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "vectors.parquet": write_vectors,
     "scans.csv": write_csv,
     "excel.csv": lambda path: write_csv(path, ";"),
+    "scans.tsv": lambda path: write_csv(path, "\t"),
 }
 
 

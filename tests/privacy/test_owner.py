@@ -255,6 +255,7 @@ def test_records_are_copied(without_noise: None) -> None:
         ({"y": torch.full((10,), 3)}, "y"),
         ({"nominal_size": 0}, "nominal_size"),
         ({"bounds": (1, 0)}, "bounds"),
+        ({"x": torch.zeros(10, 2, dtype=torch.uint8), "bounds": (0.0, 1.0)}, "x"),
         ({"users": torch.arange(4)}, "users"),
         ({"users": np.arange(10)}, "users"),
         ({"epsilon": "5"}, "epsilon"),
@@ -263,7 +264,8 @@ def test_records_are_copied(without_noise: None) -> None:
 )
 def test_invalid_arguments_are_rejected(change: dict[str, object], message: str) -> None:
     with raises(PrivacySettingError, message):
-        unlabelled(torch.rand(10, 2), **{"classes": 3, "y": torch.arange(10) % 3, **change})
+        arguments = {"x": torch.rand(10, 2), "classes": 3, "y": torch.arange(10) % 3, **change}
+        unlabelled(**arguments)
 
 
 def test_mechanisms_of_other_owners_are_rejected() -> None:
