@@ -500,7 +500,7 @@ def lock(
         file: the open file.
         path: the path of the file, for error messages.
         shared: True allows other shared locks at the same time, which suffices for reading.
-        max_seconds: the maximum time to wait for the lock. None stands for `LOCK_SECONDS`.
+        max_seconds: the maximum time to wait for the lock. None means `LOCK_SECONDS`.
 
     Raises:
         OutputError: the file cannot be locked, or another process holds the lock for longer than

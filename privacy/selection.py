@@ -2,7 +2,7 @@
 
 One trial draws a candidate uniformly, runs it, and releases a noisy score. A selection draws the
 number K of trials from a public law, and releases only the outputs of the trial with the highest
-score. It costs less than all trials together, because nobody learns K and the other trials. Let one
+score. It costs less than all trials together, because K and the other trials stay secret. Let one
 trial be (λ, ε(λ))-RDP for every order λ > 1 ("Hyperparameter Tuning with Rényi Differential
 Privacy", ICLR 2022). The selection is then (λ, ε'(λ))-RDP:
 

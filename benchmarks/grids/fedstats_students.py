@@ -136,4 +136,5 @@ GRID = Grid(
         drawn_ipc=4 if cell.quick else cell.images - OPTIMISED,
     ),
     work=work,
+    include=lambda cell: cell.map == AUTO or cell.dataset == "mnist",
 )

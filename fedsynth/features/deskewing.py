@@ -20,29 +20,56 @@ LEAST_VARIANCE = 1.0
 
 
 def deskewed(x_NCHW: Tensor) -> Tensor:
-    """Shears each image horizontally about its centre of mass, [N, C, H, W].
-
-    Pixels are weights on a dark background. Row y moves by a·(y − m_y) columns, where a =
-    cov(x, y)/var(y). Values between columns are interpolated linearly, and are 0 outside the image.
+    """Shears each image horizontally by its `shear_of`, [N, C, H, W].
 
     >>> diagonal = torch.eye(8)[None, None]
     >>> deskewed(diagonal)[0, 0].sum(dim=0).tolist()
     [0.0, 0.0, 0.0, 4.0, 4.0, 0.0, 0.0, 0.0]
     """
-    height, width = x_NCHW.shape[2:]
+    return sheared(x_NCHW, shear_of(x_NCHW))
+
+
+def shear_of(x_NCHW: Tensor) -> Tensor:
+    """Returns the number of columns a row by which each image leans, [N], at most `LARGEST_SHEAR`.
+
+    It is cov(x, y)/var(y), where pixels are weights on a dark background.
+
+    >>> shear_of(torch.eye(8)[None, None])
+    tensor([1.])
+    """
+    (mean_x, mean_y), covariance, variance = _moments(x_NCHW)
+    shear = (covariance - mean_x * mean_y) / (variance - mean_y.square()).clamp_min(LEAST_VARIANCE)
+    return shear.clamp(-LARGEST_SHEAR, LARGEST_SHEAR)
+
+
+def sheared(x_NCHW: Tensor, shear_N: Tensor) -> Tensor:
+    """Shears each image horizontally about its centre of mass, [N, C, H, W].
+
+    Row y moves to the left by shear·(y − m_y) columns. Values between columns are interpolated
+    linearly, and are 0 outside the image.
+    """
+    (_, mean_y), _, _ = _moments(x_NCHW)
+    y_H = _places(x_NCHW, 2)
+    return _shifted(x_NCHW, (shear_N[:, None] * (y_H - mean_y[:, None]))[:, :, None])
+
+
+def _places(x_NCHW: Tensor, dimension: int) -> Tensor:
+    """Returns the positions of rows or columns, relative to the centre of the image."""
+    size = x_NCHW.shape[dimension]
+    return torch.arange(size, dtype=x_NCHW.dtype, device=x_NCHW.device) - (size - 1) / 2
+
+
+def _moments(x_NCHW: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Returns the means of x and y, of their product, and of y², with pixels as weights."""
     weights_NHW = x_NCHW.mean(dim=1).clamp_min(0)
-    y_H = torch.arange(height, dtype=x_NCHW.dtype, device=x_NCHW.device) - (height - 1) / 2
-    x_W = torch.arange(width, dtype=x_NCHW.dtype, device=x_NCHW.device) - (width - 1) / 2
+    y_H, x_W = _places(x_NCHW, 2), _places(x_NCHW, 3)
     rows = torch.stack([torch.ones_like(y_H), y_H, y_H.square()])
     columns = torch.stack([torch.ones_like(x_W), x_W], dim=1)
     sums_N32 = two_sided(rows, weights_NHW, columns)
-    mass = sums_N32[:, 0, 0].clamp_min(torch.finfo(x_NCHW.dtype).tiny)
-    mean_y, mean_x = sums_N32[:, 1, 0] / mass, sums_N32[:, 0, 1] / mass
-    variance = (sums_N32[:, 2, 0] / mass - mean_y.square()).clamp_min(LEAST_VARIANCE)
-    shear = (sums_N32[:, 1, 1] / mass - mean_x * mean_y) / variance
-    shear = shear.clamp(-LARGEST_SHEAR, LARGEST_SHEAR)
-    moved_NHW = (shear[:, None] * (y_H - mean_y[:, None]))[:, :, None]
-    return _shifted(x_NCHW, moved_NHW)
+    mass_N11 = sums_N32[:, :1, :1].clamp_min(torch.finfo(x_NCHW.dtype).tiny)
+    means_N32 = sums_N32 / mass_N11
+    means = means_N32[:, 0, 1], means_N32[:, 1, 0]
+    return means, means_N32[:, 1, 1], means_N32[:, 2, 0]
 
 
 def _shifted(x_NCHW: Tensor, columns_NH1: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ class FeatureMap:
         blocks: the sizes (channels, cells) of the matrices that are concatenated to a vector.
             Covariances between channels and between cells are computed from the matrices. Empty for
             vectors without matrix structure.
+        deskews: whether φ deskews images (`fedsynth.features.deskewing`). FedStats' thumbnails are
+            then deskewed, too.
 
     Raises:
         SettingError: the dimension is below 1, a constant is not positive and finite, or the blocks
@@ -61,6 +63,7 @@ class FeatureMap:
     source: str
     function: Callable[[Tensor], Tensor]
     blocks: tuple[tuple[int, int], ...] = ()
+    deskews: bool = False
 
     def __post_init__(self) -> None:
         if self.dimension < 1:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -206,7 +206,8 @@ def deskewed_pair(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: as for `whitened_pair`.
     """
-    return _pair("deskewed-scattering+random-process", shape, _of_deskewed)
+    pair = _pair("deskewed-scattering+random-process", shape, _of_deskewed)
+    return replace(pair, deskews=True)
 
 
 # Applies a function from images to vectors to transformed images.

@@ -210,7 +210,7 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
     """Builds a custom feature map twice, and returns the first copy.
 
     Both copies are tested before any ledger is charged, since every party and every resumed run
-    builds the map anew.
+    builds the map again.
 
     Raises:
         SettingError: the registered function fails, does not return a map for the shape, or returns
@@ -222,7 +222,7 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
     try:
         vectors = built(images)  # checks its output
         function.check(torch.device("cpu"), shape)
-        if not torch.allclose(vectors, copy(images), rtol=1e-3, atol=1e-5):
+        if not torch.allclose(vectors, copy(images), rtol=1e-3, atol=1e-5, equal_nan=True):
             reason = "the registered function returns a different map at each call, such as random"
             raise _refused(name, f"{reason} weights. Load the weights from a file")
     except (RuntimeError, AssertionError, NotImplementedError):

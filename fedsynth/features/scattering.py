@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
+from fedsynth.features.deskewing import LARGEST_SHEAR, shear_of, sheared
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import Whitening, map_of_vectors, public_vectors
 
@@ -39,6 +40,9 @@ CONSTANT = math.sqrt(0.1)
 # The maximum number of cells in each direction, for grey and colour images. It is small because a
 # sum's noise grows with the square root of the dimension.
 GREY_SIDE, COLOUR_SIDE = 14, 8
+
+# The weight of the shear among the coordinates of a deskewed image.
+SHEAR = math.sqrt(0.05)
 
 DARKEST = 1e-6
 
@@ -55,10 +59,15 @@ def cells_of(shape: Shape) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=8)
-def low_pass(shape: Shape) -> FeatureMap:
+def low_pass(shape: Shape, *, deskews: bool = False) -> FeatureMap:
     """Returns the feature map that downscales an image, and scales the result to norm 1.
 
     The vector is u in the module docstring.
+
+    Args:
+        shape: the image shape.
+        deskews: whether images are deskewed first. The norm is then at most 1, and u contains the
+            image's shear s: u = (√(1 − c²)·(√(1 − k²)·v/‖v‖, k·s), c), where k is `SHEAR`.
 
     >>> u = low_pass((1, 28, 28))(torch.rand(2, 1, 28, 28))
     >>> u.shape, torch.allclose(u.norm(dim=1), torch.ones(2))
@@ -72,14 +81,20 @@ def low_pass(shape: Shape) -> FeatureMap:
         constant = torch.full_like(size, CONSTANT)
         return torch.cat([math.sqrt(1 - CONSTANT**2) * v / size.clamp_min(DARKEST), constant], 1)
 
+    def with_shear(x_NCHW: Tensor) -> Tensor:
+        shear_N = shear_of(x_NCHW)
+        u = function(sheared(x_NCHW, shear_N))
+        share_N1 = math.sqrt(1 - CONSTANT**2) * shear_N[:, None] / LARGEST_SHEAR
+        return torch.cat([math.sqrt(1 - SHEAR**2) * u[:, :-1], SHEAR * share_N1, u[:, -1:]], dim=1)
+
     return FeatureMap(
         name="low-pass",
         image_shape=shape,
-        dimension=math.prod(cells) + 1,
+        dimension=math.prod(cells) + 1 + deskews,
         norm_bound=1.0,
         radius=1.0,
         source="each vector is divided by its norm: analytic",
-        function=function,
+        function=with_shear if deskews else function,
     )
 
 

@@ -250,7 +250,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             sums = self._sums(CENTRE, features, lambda f, y: Rows(f, features.norm_bound), clients)
         if self.releases_pictures(context.spec):
             rows = partial(pixel_rows, classes=context.spec.classes)
-            cells = low_pass(context.spec.image_shape)
+            cells = self.thumbnails_of(context.spec)
             small = self._sums(PIXELS, cells, rows, clients)
         if self.period == 1 and self.has_covariances(context.privacy, context.spec):
             covariances = self._sums(
@@ -283,7 +283,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         if not self.releases_pictures(context.spec):
             return state
         small = self.pooled(total.pictures, clients, PIXELS, context)
-        width = low_pass(context.spec.image_shape).dimension
+        width = self.thumbnails_of(context.spec).dimension
         pictures = PixelMoments.unpacked(small, width, context.spec.classes)
         if self.balanced:
             bias = -class_shares(small, width, context.spec.classes).log().float()
@@ -457,6 +457,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             name = registry.features_for(spec.image_shape)
         return registry.feature_map(name, spec.image_shape)
 
+    def thumbnails_of(self, spec: DatasetSpec) -> FeatureMap:
+        """Returns the map to thumbnails, of deskewed images if the feature map deskews them."""
+        return low_pass(spec.image_shape, deskews=self.map_of(spec).deskews)
+
     def network(self, spec: DatasetSpec) -> FeatureLinear:
         """Returns a linear classifier on the features, with zero weights."""
         pictures, directions = self.releases_pictures(spec), 0
@@ -577,8 +581,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             bias = "with a bias computed from released class shares"
         facts = {"model": f"linear in the features, {bias}, and computed from releases"}
         if self.releases_pictures(spec):
-            small = low_pass(spec.image_shape)
-            facts["thumbnails"] = f"{small.dimension} coordinates of norm 1: {small.source}"
+            small = self.thumbnails_of(spec)
+            facts["thumbnails"] = f"{small.dimension} coordinates, norm at most 1: {small.source}"
         if self.has_whitening_matrices(spec):
             facts["whitening"] = (
                 "private runs whiten the features by noisy covariances of channels and cells, "
@@ -634,7 +638,9 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             "u of each example, an image averaged in cells over its own norm, and a constant; "
             "the joint vector of its products has norm at most 1"
         )
-        pixels = pixel_width(low_pass(context.spec.image_shape).dimension, classes)
+        if features.deskews:
+            u = u.replace("an image", "its shear, the deskewed image")
+        pixels = pixel_width(self.thumbnails_of(context.spec).dimension, classes)
         covariances, white = "second moments of features' channels, and of their cells", 0.0
         matrices = (
             "φ(x)/B of each example, B the map's norm bound; the joint vector of the products "

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.core.sums import Pool
+from fedsynth.features.deskewing import shear_of
+from fedsynth.features.scattering import low_pass
 from fedsynth.methods.statistics import pictures
 from fedsynth.methods.statistics.pictures import PixelMoments, rendered
 from fedsynth.synthesizer.condensation.from_statistics import (
@@ -101,13 +103,32 @@ def test_blurred_moments_equal_numpy() -> None:
 def test_only_symmetric_classes_are_drawn_symmetrically() -> None:
     given = moments()
     drawn = given.drawn(50, SHAPE, pictures.VARIETY, generator(4))
-    made = given.symmetric(drawn, generator(5))
+    made = given.drawn(50, SHAPE, pictures.VARIETY, generator(4), symmetric=True)
 
     def asymmetry(x: Tensor) -> Tensor:
         return (x - x.flip(-1)).abs().mean(dim=(1, 2, 3, 4))
 
     assert torch.equal(made[1:], drawn[1:])
     assert float(asymmetry(made)[0]) < 0.6 * float(asymmetry(drawn)[0])
+
+
+def test_deskewed_images_are_drawn_with_their_shear() -> None:
+    """Bars that lean by 0.5 ± 0.1 columns a row are released upright, with their shear."""
+    rows, columns = torch.arange(24) - 11.5, torch.arange(24) - 11.5
+    shears = 0.5 + 0.1 * torch.randn(400, generator=generator())
+    distance = columns - shears.view(-1, 1, 1) * rows.view(-1, 1)
+    x = torch.sigmoid(3 * (2.5 - distance.abs())) * (rows.abs() < 8).view(-1, 1)
+    x = x[:, None]
+    u = low_pass((1, 24, 24), deskews=True)(x)
+    assert float(u.norm(dim=1).max()) <= 1 + 1e-6
+    torch.testing.assert_close(shear_of(x), shears, atol=0.02, rtol=0)
+    pool = Pool(pictures.pixel_rows(u.double(), torch.zeros(400).long(), 1).sums(), 0.0, 400)
+    released = PixelMoments.unpacked(pool, u.shape[1], 1)
+    torch.testing.assert_close(released.means.shape, (1, 14 * 14 + 1))
+    for style in (pictures.sharpened_images, pictures.shaded_images):
+        drawn = shear_of(style(released, 400, (1, 24, 24), generator(1)).flatten(0, 1))
+        assert drawn.mean() == pytest.approx(0.5, abs=0.05)
+        assert 0.03 < float(drawn.std()) < 0.15
 
 
 def test_shares_and_means_of_thousands_of_classes_are_exact() -> None:

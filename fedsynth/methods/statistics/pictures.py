@@ -8,7 +8,8 @@ noise threshold are kept (`PixelMoments`).
 
 Images are rendered from the released moments in three steps, all of which are post-processing:
 
-1. Pictures are drawn from a Gaussian of each class and enlarged.
+1. Pictures are drawn from a Gaussian of each class and enlarged. If the feature map deskews images,
+   u is that of the deskewed image and its shear, and pictures are sheared by drawn shears.
 2. They are finished in a style. If the released mean picture has a bright border, such as that of
    X-rays, `plain` keeps them. A dark border is the background of strokes or objects. `sharpened`
    applies a steeper curve from black to white, as averages are blurred and images are not. `shaded`
@@ -36,9 +37,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.core.sums import Pool
+from fedsynth.features.deskewing import LARGEST_SHEAR, sheared
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.random_images import random_images
-from fedsynth.features.scattering import CONSTANT, cells_of
+from fedsynth.features.scattering import CONSTANT, SHEAR, cells_of
 from fedsynth.methods.statistics.moments import second_and_crossed
 from fedsynth.privacy.products import Moments
 from fedsynth.synthesizer.condensation.from_statistics import (
@@ -128,7 +130,8 @@ class PixelMoments:
     """The class means and the common covariance of thumbnails, scaled to unit norm.
 
     Attributes:
-        means: the mean of each class, [C, D − 1], without u's constant.
+        means: the mean of each class, [C, D − 1], without u's constant. The last coordinate is the
+            shear, if the images are deskewed.
         roots: columns that span the variation within classes, [D − 1, k]. roots·rootsᵀ is the
             covariance that all classes share, restricted to eigenvalues above a noise threshold.
         overall: the mean of all examples, [D − 1].
@@ -160,7 +163,13 @@ class PixelMoments:
         return cls(means, roots, weighted.sum(dim=0))
 
     def drawn(
-        self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
+        self,
+        count: int,
+        shape: Shape,
+        variety: tuple[float, float],
+        generator: torch.Generator,
+        *,
+        symmetric: bool = False,
     ) -> Tensor:
         """Draws random images of each class from a Gaussian with the moments of the class.
 
@@ -170,34 +179,45 @@ class PixelMoments:
             count: number of images per class.
             shape: (channels, H, W).
             variety: fractions of the standard deviation for a class's first and last image. The
-                images between them have evenly spaced fractions.
+                images between them have evenly spaced fractions. The shear varies fully.
             generator: a CPU generator.
+            symmetric: whether images of symmetric classes are made more symmetric.
         """
         classes = len(self.means)
         width = self.roots.shape[1]
         draws = torch.randn(classes, count, width, generator=generator, dtype=torch.float64)
         spread = torch.linspace(*variety, count, dtype=torch.float64).view(1, -1, 1)
-        pictures = self.means.cpu()[:, None] + (spread * draws) @ self.roots.cpu().T
-        return enlarged(pictures.flatten(0, 1), shape).view(classes, count, *shape)
+        means, roots = self.means.cpu(), self.roots.cpu()
+        pictures = means[:, None] + (spread * draws) @ roots.T
+        cells = math.prod(cells_of(shape))
+        images = enlarged(pictures[..., :cells].flatten(0, 1), shape)
+        if symmetric:
+            images = self._symmetric(images.view(classes, count, *shape), generator).flatten(0, 1)
+        if cells < means.shape[1]:
+            shear = (means[:, cells, None] + draws @ roots[cells]).flatten() * LARGEST_SHEAR / SHEAR
+            images = sheared(images, -shear.float().clamp(-LARGEST_SHEAR, LARGEST_SHEAR))
+        return images.view(classes, count, *shape)
 
     def smoothed(self, shape: Shape) -> PixelMoments:
         """Returns a copy whose means and roots are blurred over neighbouring cells.
 
         A root regains the norm that the blur took from it, up to a factor `REGAINED`.
         """
-        means = self.means.cpu().double() @ _blur(shape, MEAN_BLUR).T
+        shears = torch.eye(self.means.shape[1] - math.prod(cells_of(shape)), dtype=torch.float64)
+        means = self.means.cpu().double() @ torch.block_diag(_blur(shape, MEAN_BLUR), shears).T
         roots = self.roots.cpu().double()
-        blurred = _blur(shape, ROOT_BLUR) @ roots
+        blurred = torch.block_diag(_blur(shape, ROOT_BLUR), shears) @ roots
         lost = roots.norm(dim=0) / blurred.norm(dim=0).clamp_min(1e-12)
         return PixelMoments(means, blurred * lost.clamp_max(REGAINED), self.overall)
 
-    def symmetric(self, images_CICHW: Tensor, generator: torch.Generator) -> Tensor:
+    def _symmetric(self, images_CICHW: Tensor, generator: torch.Generator) -> Tensor:
         """Makes images of symmetric classes more symmetric.
 
         Each image is mixed with its mirror image, in a random proportion.
         """
         channels, height, width = images_CICHW.shape[2:]
-        mean = self.means.view(len(self.means), *cells_of((channels, height, width)))
+        cells = cells_of((channels, height, width))
+        mean = self.means[:, : math.prod(cells)].unflatten(1, cells)
         flat = mean.flatten(1)
         correlation = (flat * mean.flip(-1).flatten(1)).sum(dim=1) / flat.square().sum(dim=1)
         is_symmetric = (correlation > SYMMETRIC).view(-1, 1, 1, 1, 1)
@@ -260,7 +280,8 @@ def rendered(
 def _fitting_styles(moments: PixelMoments, shape: Shape) -> Sequence[Style]:
     """Returns the rendering styles that fit the border of the mean picture of all examples."""
     cells = cells_of(shape)
-    mean = moments.overall.view(cells)  # not of the class means: a rare class's is mostly noise
+    # not of the class means: a rare class's is mostly noise
+    mean = moments.overall[: math.prod(cells)].view(cells)
     border = torch.cat([mean[:, [0, -1]].flatten(), mean[:, :, [0, -1]].flatten()])
     white = mean.quantile(WHITE)
     if min(cells[1:]) > 2 and white > 0 and border.median() >= BRIGHT * white:
@@ -345,8 +366,7 @@ def shaded_images(
 ) -> Tensor:
     """Draws images of each class as textured objects, [C, count, channels, H, W]."""
     smooth = moments.smoothed(shape)
-    pictures = smooth.symmetric(smooth.drawn(count, shape, VARIETY, generator), generator)
-    x_NCHW = pictures.flatten(0, 1)
+    x_NCHW = smooth.drawn(count, shape, VARIETY, generator, symmetric=True).flatten(0, 1)
     number = len(x_NCHW)
     steepness, middle = _curves(number, SHADED_STEEPNESS, SHADED_MIDDLE, generator)
     silhouette = torch.sigmoid(steepness * (x_NCHW - middle))
