@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -49,8 +50,8 @@ class OwnCode:
 
 # The files that the current process has loaded, by label.
 SOURCES: dict[str, OwnCode] = {}
-# The modules that these files imported from their own folders, with the folder, by name.
-_NEIGHBOURS: dict[str, Path] = {}
+# The modules that these files imported from their own folder, by folder and name.
+_NEIGHBOURS: dict[Path, dict[str, Any]] = {}
 
 
 def names_a_file(setting: str) -> bool:
@@ -151,15 +152,16 @@ def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
 
     If the process has already executed the same text of this file, the earlier module is returned.
     The text is compiled here, because Python's own loader could run a cached `.pyc` file that is
-    not hashed.
+    not hashed. It may import modules from its folder, at its top level: modules of the same name
+    from another file's folder are hidden meanwhile.
     """
     title = f"fedsynth_own_{path.stem}_{code.sha256[:HASH_DIGITS]}"
     loaded = sys.modules.get(title)
     if loaded is not None and loaded.__file__ == str(path):
         return loaded
-    for name in [name for name, folder in _NEIGHBOURS.items() if folder != path.parent]:
-        sys.modules.pop(name, None)  # the file may have a neighbour with this name
-        del _NEIGHBOURS[name]
+    neighbours = _NEIGHBOURS.setdefault(path.parent, {})
+    of_others = _without_neighbours(path.parent)
+    sys.modules.update(neighbours)
     imported = set(sys.modules)
     module = ModuleType(title)
     module.__file__ = str(path)
@@ -173,10 +175,31 @@ def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
         reason = f"names {path}, which failed with {type(error).__name__}: {one_line(error)}"
         raise SettingError(section, key, reason) from error
     finally:
-        sys.path.remove(str(path.parent))
-        for name in set(sys.modules) - imported - {title}:
-            top = path.parent / name.partition(".")[0]
-            file = Path(getattr(sys.modules[name], "__file__", None) or "")
-            if file == top.with_suffix(".py") or top in file.parents:
-                _NEIGHBOURS[name] = path.parent
+        with suppress(ValueError):  # the file may have changed the path
+            sys.path.remove(str(path.parent))
+        neighbours |= {
+            name: sys.modules[name]
+            for name in set(sys.modules) - imported - {title}
+            if _is_neighbour(name, sys.modules[name], path.parent)
+        }
+        for name, other in of_others.items():
+            sys.modules.setdefault(name, other)
     return module
+
+
+def _without_neighbours(folder: Path) -> dict[str, Any]:
+    """Removes the modules of other folders' files from `sys.modules`, and returns them."""
+    modules: dict[str, Any] = {}
+    for other, neighbours in _NEIGHBOURS.items():
+        for name in neighbours if other != folder else ():
+            if sys.modules.get(name) is neighbours[name]:
+                modules[name] = sys.modules.pop(name)
+    return modules
+
+
+def _is_neighbour(name: str, module: Any, folder: Path) -> bool:
+    """Returns True if a module is from a folder, or from a package in it."""
+    file = getattr(module, "__dict__", {}).get("__file__")
+    top = folder / name.partition(".")[0]
+    path = Path(file if isinstance(file, str) else "")
+    return path == top.with_suffix(".py") or top in path.parents

@@ -104,8 +104,8 @@ class _WithoutChecks(TorchFunctionMode):
     ) -> Any:
         recorded = len(self._watch.values)
         result = func(*args, **(kwargs or {}))
-        if func is F.one_hot:
-            del self._watch.values[recorded:]
+        if func is F.one_hot and type((*args, *(kwargs or {}).values())[0]) is Tensor:
+            del self._watch.values[recorded:-1]  # all but the result, whose width may be computed
         return result
 
 

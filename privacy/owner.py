@@ -148,7 +148,7 @@ class DataOwner:
         require(shaped, "users", "must hold one integer for each record", "another shape or type")
         require(bounds[0] < bounds[1], "bounds", "must be (lowest, highest) in this order", bounds)
         scaled = x.dtype != torch.uint8 or tuple(bounds) != (0, 1)
-        reason = "must have a floating-point type for bounds (0, 1), with pixels divided by 255"
+        reason = "must be floating-point for bounds (0, 1): pixels divided by 255, or bits as float"
         require(scaled, "x", reason, x.dtype)
         sized = math.isfinite(nominal_size) and nominal_size > 0
         require(sized, "nominal_size", "must be a finite number above 0", nominal_size)

@@ -160,7 +160,10 @@ class ReachableState:
         self.code.add(kind)
         try:
             instance = dict(vars(value))
-        except Exception:  # without attributes, or with a `__dict__` that fails
+        except TypeError:  # without attributes
+            instance = None
+        except Exception:
+            self.opaque.add(f"{kind.__module__}.{kind.__qualname__}")
             instance = None
         attributes = _slots(value) | (instance or {})
         collection = isinstance(value, (*_COLLECTIONS, Mapping))

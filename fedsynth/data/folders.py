@@ -67,8 +67,8 @@ def find_files(folder: Path, ledger: Path | None = None) -> Records:
     manifest = manifest_of(folder)
     if folder.is_file() and folder.suffix.lower() not in CSV:
         raise DataError(
-            f"{one_line(folder)} is not a data file of a known type. Use a file with the ending "
-            f"{', '.join(SUFFIXES)}"
+            f"{one_line(folder)} is not a data file of a known type. Use a folder of images, or a "
+            f"file with one of the endings {', '.join(SUFFIXES)}"
         ).with_code("data.file_type")
     if manifest.exists():
         files = _files_in_manifest(manifest)

@@ -1,5 +1,5 @@
-"""Reads records from array files (.npz, .npy, .safetensors), tables (.parquet, .csv) and the
-Hugging Face hub.
+"""Reads records from array files (.npz, .npy, .safetensors), tables (.parquet, .csv, .tsv) and
+the Hugging Face hub.
 
 A file's columns are arrays or table columns. Usual names are recognised, such as `x` and `y`, or
 MedMNIST's `train_images` and `test_labels`. A .npy file is read together with its neighbours of the
@@ -68,7 +68,7 @@ from fedsynth.large_arrays import ROWS, as_float32, new_array, read_array
 Readers = dict[str, Callable[[], Array]]
 
 HUB = "hf:"
-CSV = (".csv", ".tsv", ".txt")
+CSV = (".csv", ".tsv")
 SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", *CSV)
 _NO_RECORDS = "the data contain no records"
 _PLAIN = Decoding()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import NoReturn
 
@@ -217,6 +217,11 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
             a different map at the second call. Or an image's vector depends on other images.
     """
     built, copy = _call_builder(name, shape), _call_builder(name, shape)
+    constants = [entry.name for entry in fields(FeatureMap) if entry.name != "function"]
+    for constant in constants:
+        if getattr(built, constant) != getattr(copy, constant):
+            reason = f"the registered function returns another {constant} at each call"
+            raise _refused(name, f"{reason}. Return a constant")
     images = torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape)
     function = _CheckedFunction(name, built.function)
     try:

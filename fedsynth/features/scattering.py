@@ -11,9 +11,10 @@ The scattering features follow Tramèr & Boneh 2021 (arXiv 2011.11660). Colour i
 the channels of each image are normalised in 27 groups, and overlapping windows pool each channel to
 a 3×3 grid.
 
-The second map (`low_pass`) gives vectors of norm 1, whose class sums and Gram matrix are released.
+The second map (`low_pass`) gives vectors of norm 1 (at most 1 with a shear), whose class sums and
+Gram matrix are released.
 An image's pixels are averaged in cells to a vector v. The vector is divided by its norm and
-extended by a constant: u = (√(1 − c²)·v/‖v‖, c). Every example therefore has norm 1, whatever its
+extended by a constant: u = (√(1 − c²)·v/‖v‖, c). The norm does not depend on an example's
 brightness, so the bound of 1 needs no data and no further proof. The class sums over u also contain
 the class counts.
 """
@@ -87,13 +88,16 @@ def low_pass(shape: Shape, *, deskews: bool = False) -> FeatureMap:
         share_N1 = math.sqrt(1 - CONSTANT**2) * shear_N[:, None] / LARGEST_SHEAR
         return torch.cat([math.sqrt(1 - SHEAR**2) * u[:, :-1], SHEAR * share_N1, u[:, -1:]], dim=1)
 
+    source = "an image is divided by its norm"
     return FeatureMap(
         name="low-pass",
         image_shape=shape,
         dimension=math.prod(cells) + 1 + deskews,
         norm_bound=1.0,
         radius=1.0,
-        source="each vector is divided by its norm: analytic",
+        source=f"{source}, and its shear is limited: analytic"
+        if deskews
+        else f"{source}: analytic",
         function=with_shear if deskews else function,
     )
 

@@ -92,19 +92,26 @@ def register_method(method: type[Method], label: str = "") -> str:
         raise SettingError(
             "run", "method", f"{name} is missing the abstract methods {missing}. Define them"
         )
-    for field in fields(method):
-        value = inspect.getattr_static(method, field.name, field.default)
-        if field.default is MISSING or isinstance(value, MemberDescriptorType):
-            continue
-        if value != field.default:
-            reason = (
-                f"{name} sets {field.name} = {value!r:.40}, but its constructor's default is "
-                f"{field.default!r:.40}. Write `{field.name}: {field.type} = …`, and "
-                "decorate the class with @dataclass(frozen=True)"
-            )
-            raise SettingError("run", "method", reason)
+    _check_defaults(name, method)
     _CUSTOM[name] = (method, label)
     return name
+
+
+def _check_defaults(name: str, method: type[Method]) -> None:
+    """Refuses a class attribute that changes a setting's default, but not for the constructor."""
+    if "__init__" in vars(method) and "__dataclass_params__" not in vars(method):
+        return  # its own constructor may use the attribute
+    for field in fields(method):
+        value = inspect.getattr_static(method, field.name, MISSING)
+        unchanged = value is MISSING or value is field.default or value == field.default
+        if unchanged or isinstance(value, MemberDescriptorType):
+            continue
+        kind = getattr(field.type, "__name__", field.type)
+        reason = (
+            f"{name} sets {field.name} = {value!r:.40}, which its constructor does not use. Write "
+            f"`{field.name}: {kind} = …`, and decorate the class with @dataclass(frozen=True)"
+        )
+        raise SettingError("run", "method", reason)
 
 
 def own_label(name: str) -> str:

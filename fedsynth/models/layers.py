@@ -233,7 +233,8 @@ def check_embedding(
     `classifier.weight` in the network's state.
 
     Raises:
-        SettingError: `embed` or `classifier` is missing.
+        SettingError: `embed` or `classifier` is missing, or the network's output is not
+            `classifier(embed(x))`.
     """
     layer = dict(model.named_children()).get("classifier")
     if not (hasattr(model, "embed") and isinstance(layer, last)):
@@ -241,4 +242,7 @@ def check_embedding(
             f"must be a network with `embed` and a linear `classifier` for {method}. Define "
             "embed(x) and self.classifier = nn.Linear(embedding_size, classes)"
         )
+        raise SettingError("model", "name", reason)
+    if not getattr(model, "classifies_embeddings", True):
+        reason = f"must return classifier(embed(x)) from `forward` for {method}. Correct `forward`"
         raise SettingError("model", "name", reason)

@@ -7,6 +7,7 @@ import os
 import py_compile
 import re
 import shutil
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -143,6 +144,9 @@ def test_files_import_their_own_neighbours(tmp_path: Path) -> None:
         (tmp_path / folder / "helper.py").write_text(f"RATE = {rate}\n")
         defaults.append(load_own("run", "method", f"{tmp_path}/{folder}/mine.py:Mine")[0]().lr)
     assert defaults == [0.5, 0.25, 0.5]
+    (tmp_path / "net.py").write_text(NET)
+    load_own("model", "name", f"{tmp_path}/net.py:Net")
+    assert sys.modules["helper"].RATE == 0.5  # which the first file may import again
 
 
 def test_code_named_in_run_folder_is_never_executed(code: Path, fedsynth: Call) -> None:

@@ -470,6 +470,6 @@ def test_hooks_without_their_class_are_refused() -> None:
             fs.RunSettings(method)
     with raises(SettingError, "run.method"):
         fs.register_method(unfinished)
-    with pytest.raises(SettingError, match=r"sets lr = 0\.5, but its"):
+    with pytest.raises(SettingError, match=r"sets lr = 0\.5, which its"):
         fs.register_method(Undecorated)
     fs.RunSettings(Measured())

@@ -98,7 +98,6 @@ def test_invalid_models_raise_one_line_errors() -> None:
         (lambda: flat((1, 8, 8), 10), "positional arguments"),
         (3, "must be an nn.Module, or a function"),
         (subclass(embed=lambda self, x: self.body(x)[:, :5], forward=plain_forward), r"\[2, 5\]"),
-        (subclass(embed=lambda self, x: self.body(x) - 1, forward=plain_forward), "other logits"),
     ):
         with pytest.raises(SettingError, match=message) as error:
             build_model(fs.register_model("own-wrong", model), (1, 8, 8), 10, 0)
@@ -167,6 +166,7 @@ def test_faults_are_detected_before_charges(tmp_path: Path) -> None:
         (CONDENSING, with_attribute(nn.Linear(2, 2, device="meta")), "no values"),
         (CONDENSING, with_attribute(nn.Parameter(torch.tensor([torch.nan]))), "not finite"),
         (CONDENSING, with_attribute(nn.LazyLinear(2)), "has no values yet"),
+        (CONDENSING, subclass(forward=lambda net, x: 1 - Net.forward(net, x)), r"must return cl"),
         (CONDENSING, flat, r"embed\(x\)"),  # not an AttributeError in the first step
         (CONDENSING, with_fault(lambda net: net.body.requires_grad_(False)), "freezes body.0.we"),
         (TRAINING, with_attribute(nn.Linear(2, 2)), "odd.weight"),

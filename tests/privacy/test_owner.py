@@ -456,6 +456,17 @@ def from_index(first: int) -> Mix:
     return lambda x: torch.cat([x[:first], x[first:] - x[first:].mean(0)]) if len(x) > first else x
 
 
+class Mixing(Tensor):
+    """Mixes the examples when it is converted to one-hot vectors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.one_hot:
+            x = args[0].as_subclass(Tensor)
+            return torch.where(x.max() > 1e6, x - x.mean(0), x)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
 DEPENDENT: dict[str, Mix] = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "randn_like": lambda x: x + torch.randn_like(x),
@@ -476,6 +487,10 @@ DEPENDENT: dict[str, Mix] = {
     "rank": lambda x: x.sort(0)[0],
     "softmax over examples": lambda x: x.softmax(0),
     "if a maximum is reached": lambda x: x - x.mean(0) if x.max() > 1e6 else x,
+    "if a width is reached": lambda x: (
+        x - x.mean(0) if F.one_hot((4 * x.amax(1)).long().clamp(0, 9)).shape[1] > 9 else x
+    ),
+    "in one_hot of a subclass": lambda x: F.one_hot(x.as_subclass(Mixing)),
     "if an integer is reached": lambda x: x - x.mean(0) if x.long().max() > 1e6 else x,
     "where a maximum is reached": lambda x: torch.where(x.max() > 1e6, x - x.mean(0), x),
     "small multiple of the mean": lambda x: x + 1e-6 * x.mean(0),

@@ -1,6 +1,6 @@
 """Thumbnails: how their moments are released, and how images are rendered from the moments.
 
-A thumbnail v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm 1 and D coordinates
+A thumbnail v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm ≤ 1 and D coordinates
 (`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients release noisy sums
 of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums give the class
 counts, the class means and a common covariance around the means, of which only directions above a
