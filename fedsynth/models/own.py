@@ -94,6 +94,8 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
         last = getattr(network, "classifier", None)
         if isinstance(features, Tensor) and isinstance(last, nn.Linear):
             is_close = _is_close(last, features, logits)
+            # random outputs, which private runs refuse for that reason, are not compared
+            is_close = is_close or not torch.equal(network(images), logits)
             network.classifies_embeddings = is_close  # type: ignore[assignment]
     network.train(training)
     returned = list(getattr(logits, "shape", []))

@@ -33,7 +33,7 @@ from fedsynth.core.messages import Tensors
 from fedsynth.core.periods import has_periods
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
-from fedsynth.errors import DataError, SettingError
+from fedsynth.errors import DataError, FedsynthError, SettingError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import choose_speed, public_context
 from fedsynth.federation.in_process import InProcess
@@ -374,7 +374,7 @@ class Simulation(ActiveRun):
         if self._private and completed < self.settings.rounds:
             charge_note = ". Resuming charges the interrupted round again"
         arguments = ["fedsynth", "train", "--resume", str(self.folder.path)]
-        with suppress(SettingError):  # for code that was registered in Python
+        with suppress(FedsynthError):  # a command cannot load code that is only in Python
             arguments += code_options(self.settings)
         return f"{progress}{self._spent()}{charge_note}. To resume: {shlex.join(arguments)}"
 
