@@ -162,7 +162,7 @@ class ReachableState:
             instance = dict(vars(value))
         except TypeError:  # without attributes
             instance = None
-        except Exception:
+        except Exception:  # user code, whose content stays unknown
             self.opaque.add(f"{kind.__module__}.{kind.__qualname__}")
             instance = None
         attributes = _slots(value) | (instance or {})

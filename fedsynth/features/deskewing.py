@@ -37,8 +37,8 @@ def shear_of(x_NCHW: Tensor) -> Tensor:
     >>> shear_of(torch.eye(8)[None, None])
     tensor([1.])
     """
-    (mean_x, mean_y), covariance, variance = _moments(x_NCHW)
-    shear = (covariance - mean_x * mean_y) / (variance - mean_y.square()).clamp_min(LEAST_VARIANCE)
+    x, y, xy, yy = _moments(x_NCHW)
+    shear = (xy - x * y) / (yy - y.square()).clamp_min(LEAST_VARIANCE)
     return shear.clamp(-LARGEST_SHEAR, LARGEST_SHEAR)
 
 
@@ -48,9 +48,9 @@ def sheared(x_NCHW: Tensor, shear_N: Tensor) -> Tensor:
     Row y moves to the left by shear·(y − m_y) columns. Values between columns are interpolated
     linearly, and are 0 outside the image.
     """
-    (_, mean_y), _, _ = _moments(x_NCHW)
-    y_H = _places(x_NCHW, 2)
-    return _shifted(x_NCHW, (shear_N[:, None] * (y_H - mean_y[:, None]))[:, :, None])
+    _, mean_y, _, _ = _moments(x_NCHW)
+    rows_NH = _places(x_NCHW, 2) - mean_y[:, None]
+    return _shifted(x_NCHW, (shear_N[:, None] * rows_NH)[:, :, None])
 
 
 def _places(x_NCHW: Tensor, dimension: int) -> Tensor:
@@ -59,8 +59,8 @@ def _places(x_NCHW: Tensor, dimension: int) -> Tensor:
     return torch.arange(size, dtype=x_NCHW.dtype, device=x_NCHW.device) - (size - 1) / 2
 
 
-def _moments(x_NCHW: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Returns the means of x and y, of their product, and of y², with pixels as weights."""
+def _moments(x_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the means of x, y, x·y and y² over each image's pixels, which are weights."""
     weights_NHW = x_NCHW.mean(dim=1).clamp_min(0)
     y_H, x_W = _places(x_NCHW, 2), _places(x_NCHW, 3)
     rows = torch.stack([torch.ones_like(y_H), y_H, y_H.square()])
@@ -68,8 +68,7 @@ def _moments(x_NCHW: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     sums_N32 = two_sided(rows, weights_NHW, columns)
     mass_N11 = sums_N32[:, :1, :1].clamp_min(torch.finfo(x_NCHW.dtype).tiny)
     means_N32 = sums_N32 / mass_N11
-    means = means_N32[:, 0, 1], means_N32[:, 1, 0]
-    return means, means_N32[:, 1, 1], means_N32[:, 2, 0]
+    return means_N32[:, 0, 1], means_N32[:, 1, 0], means_N32[:, 1, 1], means_N32[:, 2, 0]
 
 
 def _shifted(x_NCHW: Tensor, columns_NH1: Tensor) -> Tensor:

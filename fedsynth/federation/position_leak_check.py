@@ -111,8 +111,8 @@ class TrialClientView(PrivateClientView):
     """A client view of public random images that checks the values computed by a step.
 
     All clients have the same images. In a pass with two clients' records, the first pixel of each
-    image decides whose record it is. A client whose records are computed alone is tried only if it
-    is the first.
+    image decides whose record it is. A client whose records are computed separately is tried only
+    if it is the first.
 
     Args:
         trial: the trial.
@@ -367,7 +367,7 @@ class StepTrial:
 
         Args:
             values: computes the values of records. With `by_client`, it computes those of
-                each client alone.
+                each client separately.
             clients: the number of clients whose records are computed together.
         """
         expected = None
