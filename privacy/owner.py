@@ -98,7 +98,8 @@ class DataOwner:
         nominal_size: the public number of records (or users), from which divisors and sampling
             rates are computed. State an approximate number, such as 2000 for "about 2,000". Never
             pass `len(x)`, because the exact number is private.
-        epsilon, delta: the budget. It covers all releases in the ledger.
+        epsilon, delta: the budget, with δ of at most 1/nominal_size. It covers all releases in the
+            ledger.
         bounds: the public range of a record's values. Values outside the range are clamped.
         ledger: the folder that keeps the ledger for later programs. None keeps the ledger in
             memory only, so that releases of earlier programs are not counted.
@@ -152,6 +153,8 @@ class DataOwner:
         require(scaled, "x", reason, x.dtype)
         sized = math.isfinite(nominal_size) and nominal_size > 0
         require(sized, "nominal_size", "must be a finite number above 0", nominal_size)
+        rule = f"must be in (0, 1), and at most 1 / nominal_size = {1 / nominal_size:.3g}"
+        require(0 < delta < 1 and delta * nominal_size <= 1, "delta", rule, delta)
         (self.name,) = check_names([name], 1)
         self.classes = classes
         self.nominal_size = nominal_size

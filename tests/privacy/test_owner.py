@@ -254,6 +254,7 @@ def test_records_are_copied(without_noise: None) -> None:
         ({"y": torch.zeros(5).long()}, "y"),
         ({"y": torch.full((10,), 3)}, "y"),
         ({"nominal_size": 0}, "nominal_size"),
+        ({"delta": 0.2}, "delta"),
         ({"bounds": (1, 0)}, "bounds"),
         ({"x": torch.zeros(10, 2, dtype=torch.uint8), "bounds": (0.0, 1.0)}, "x"),
         ({"users": torch.arange(4)}, "users"),
