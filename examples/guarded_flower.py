@@ -3,7 +3,7 @@
     pip install 'fedsynth[flower]' 'flwr[simulation]'
     python examples/guarded_flower.py
 
-The job has the form of Flower's quickstart-pytorch. Its only change is `mods=[guard_mod]`. Each
+The job has the form of Flower's quickstart-pytorch. Its only change is `GuardedClientApp`. Each
 client's budget suffices for one run of three rounds, so a second run is refused in its first round.
 Afterwards, `fedsynth privacy verify guard` checks the report.
 """
@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 from torch.nn import functional as F
 
 from fedsynth import load_dataset
-from fedsynth.deployment.flower.guard import guard_mod
+from fedsynth.deployment.flower.guard import GuardedClientApp
 
 SETTINGS = """\
 clip = 1.0
@@ -36,7 +35,7 @@ num-examples = 100
 """
 CLIENTS, ROUNDS = 10, 3
 
-app = ClientApp(mods=[guard_mod])
+app = GuardedClientApp()
 
 
 def load(message: Message, context: Context) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

@@ -354,7 +354,8 @@ def faults(error: ValidationError) -> list[str]:
     lines = []
     for fault in errors[:MAX_SHOWN_FAULTS]:
         path = ".".join(short_key(str(part)) for part in fault["loc"]) or "the content"
-        lines.append(f"{path} {_REASONS.get(fault['type'], 'is invalid: ' + fault['msg'])}")
+        reason = f"is invalid: {fault['msg'].removeprefix('Value error, ')}"
+        lines.append(f"{path} {_REASONS.get(fault['type'], reason)}")
     if len(errors) > MAX_SHOWN_FAULTS:
         lines.append(f"and {len(errors) - MAX_SHOWN_FAULTS} more")
     return lines

@@ -29,16 +29,17 @@ repeated request is charged again.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import safetensors.torch
 import torch
-from pydantic import Field
+from pydantic import Field, PlainValidator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -50,7 +51,7 @@ from fedsynth.privacy.ledger.folder import check_names
 from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap, Released
 from fedsynth.privacy.plans import ReleasePlan, charge_round
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
-from fedsynth.privacy.releases import CLIENT, Release
+from fedsynth.privacy.releases import CLIENT, Release, is_real
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Access, Part, ReportFacts, Unit
 from fedsynth.privacy.report.file import GUARD_SETTINGS, Problem, damaged, read_ledger_rows
@@ -64,6 +65,16 @@ COUNTS = (
 )
 Arrays = Mapping[str, Any]  # NumPy arrays or tensors by name
 Positive = Annotated[float, Field(gt=0)]
+_LOGGER = logging.getLogger(__name__)
+
+
+def _finite(value: object) -> int | float:
+    if not is_real(value):
+        raise ValueError(f"{short_repr(value)} is not a finite number")
+    return cast("int | float", value)
+
+
+Number = Annotated[int | float, PlainValidator(_finite)]
 
 
 class GuardSettings(Part):
@@ -88,7 +99,7 @@ class GuardSettings(Part):
     noise_multiplier: Positive | None = None
     adjacency: Literal["zero-out", "replace-one"] = "zero-out"
     left_out: list[str] = Field(default=[])
-    nominal: dict[str, int | float] = Field(default={})
+    nominal: dict[str, Number] = Field(default={})
 
     @classmethod
     def read(cls, file: Path) -> GuardSettings:
@@ -295,6 +306,11 @@ class UpdateGuard:
                 steps=1,
                 dimension=len(update_D),
             )
+            if not torch.isfinite(update_D).all():
+                _LOGGER.warning(
+                    "the update of client %s has a NaN or an infinity, so it counts as zero",
+                    self.client,
+                )
             noisy = noisy_update(update_D, plan, self.settings.sigma, self._enforcer, self._secret)
             self._ledger.note_files(self._stated, repeated=True)  # before anything may leave
             write_whole(sent, safetensors.torch.save({digest: noisy}))
@@ -308,8 +324,8 @@ def _tensor(name: str, value: Any) -> Tensor:
         return torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
         raise PrivacyError(
-            f"array {short_repr(name)} cannot be converted to numbers (type "
-            f"{type(value).__name__}). Remove it from the job's model"
+            f"array {short_repr(name)} cannot be converted to a tensor (type "
+            f"{getattr(value, 'dtype', type(value).__name__)}). Convert it to float32 in the job"
         ).with_code("guard.arrays") from None
 
 

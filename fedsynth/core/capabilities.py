@@ -243,7 +243,7 @@ class Measurements(Method):
 
     Class attributes:
         metric_privacy: each round metric's status under differential privacy. A private
-            run fails if the method returns a metric that is not declared here.
+            run leaves out, with a warning, a metric that is not declared here.
         variant_names: the names of the models that `variants` may return.
     """
 

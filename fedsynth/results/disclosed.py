@@ -13,9 +13,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pydantic import JsonValue
+
 from fedsynth.errors import UnaccountedReleaseError
 from fedsynth.evaluation import GENERATOR, MEASURES, NAMES, OPTIONAL, TEST_KEYS, GeneratorFacts
-from fedsynth.privacy.disclosure import COUNT, SHARE, Disclosure, public, released, simulation_only
+from fedsynth.privacy.disclosure import (
+    COUNT,
+    PUBLIC,
+    SHARE,
+    Disclosure,
+    public,
+    released,
+    simulation_only,
+)
 
 if TYPE_CHECKING:  # tables of runs, which import no torch, use the declarations
     from fedsynth.core.method import Method
@@ -37,6 +47,7 @@ GUARANTEE = "differential_privacy"  # in a summary: the privacy guarantee
 SOURCES = "sources"  # in a summary: the files with the user's code
 
 Declared = Mapping[str, Disclosure]
+_IN_JSON = released("any value that JSON can store", JsonValue)
 
 _ACCURACY = released("measured of released models, on public test images", SHARE)
 _DOMAINS = released("the same for each domain", dict[str, SHARE])
@@ -112,19 +123,46 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
             yield (f"contains {key} with a type or shape that does not match its declaration")
 
 
-def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Checks that a method's metrics use no reserved names, and returns the metrics.
+def metric_faults(
+    metrics: Mapping[str, Any], declared: Declared | None, *, planned: bool
+) -> dict[str, str]:
+    """Returns what is wrong with a method's own metrics, by name.
 
-    Raises:
-        UnaccountedReleaseError: a name is reserved for fedsynth.
+    Metrics with a fault are left out of the run's results. They must not end a run whose round is
+    already charged.
+
+    Args:
+        metrics: the metrics, as `finite` returns them.
+        declared: the privacy label of each metric, or None without differential privacy.
+        planned: whether the metrics are `planned_facts`, which must be public.
     """
-    for key in facts.keys() & ROW:
-        raise UnaccountedReleaseError(f"the metric name {key!r} is reserved. Rename the metric")
-    return facts
+    faults = {}
+    for key, value in metrics.items():
+        label = None if declared is None else declared.get(key)
+        if key in ROW or not isinstance(key, str):
+            faults[key] = "its name is reserved, or not a text. Rename the metric"
+        elif not _IN_JSON.fits(value):
+            faults[key] = f"it is a {type(value).__name__}. Return numbers, texts, lists or dicts"
+        elif declared is None:
+            continue
+        elif label is None:
+            faults[key] = "it is not declared. Add it with its type to Measurements.metric_privacy"
+        elif (label.kind == PUBLIC) != planned:
+            faults[key] = "planned_facts must return what is declared public, and nothing else"
+        elif label.may_be_shown and not label.fits(value):
+            kind = "not finite or None" if value is None else f"a {type(value).__name__}"
+            name = getattr(label.shape, "__name__", label.shape)
+            faults[key] = f"it is {kind}, but declared as {name}. Change the value or declaration"
+    return faults
 
 
 def finite(value: Any) -> Any:
-    """Returns a JSON-serialisable copy of a value, with None for infinities and NaN."""
+    """Returns a JSON-serialisable copy of a value.
+
+    Tensors and arrays become numbers and lists. None replaces infinities and NaN.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

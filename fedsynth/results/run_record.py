@@ -295,15 +295,15 @@ class RunRecord:
         """
         number = context.round
         method = self.settings.method
-        checked = disclosed.without_reserved
         row: dict[str, Any] = {"round": number}
         if isinstance(method, Measurements):
             facts = partial(method.facts, state, context)
             client_states = self.measure.backend.client_states(sorted(played.uploads))
             of_clients = partial(method.client_metrics, client_states)
-            row |= checked(method.planned_facts(context))
-            row |= self.figures("metrics of the server", lambda: checked(facts()))
-            row |= self.figures("metrics of the clients", lambda: checked(of_clients()))
+            planned = partial(method.planned_facts, context)
+            row |= self._of_method("planned metrics", planned, planned=True)
+            row |= self._of_method("metrics of the server", facts)
+            row |= self._of_method("metrics of the clients", of_clients)
         if self.is_evaluated(number):
             row |= self.measure.row(state, context, self.figures)
             row |= self.measure.optional(state, context, played.uploads, self.figures)
@@ -368,7 +368,20 @@ class RunRecord:
             self.missing(name, error)
             return {}
 
-    def missing(self, name: str, error: Exception) -> None:
+    def _of_method(
+        self, name: str, make: Callable[[], Mapping[str, Any]], *, planned: bool = False
+    ) -> Mapping[str, Any]:
+        """Computes a method's own metrics, and leaves out those that may not be recorded."""
+        metrics = self.figures(name, make)
+        declared = None
+        if self.plan is not None:
+            declared = disclosed.declared_row(type(self.settings.method))
+        faults = disclosed.metric_faults(metrics, declared, planned=planned)
+        for key, fault in faults.items():
+            self.missing(f"metric {one_line(key, 80)}", fault)
+        return {key: value for key, value in metrics.items() if key not in faults}
+
+    def missing(self, name: str, error: Exception | str) -> None:
         """Records that a part of the results is missing.
 
         The note is made only once per name, because a cause such as a full disk would repeat it
@@ -377,7 +390,7 @@ class RunRecord:
         if name not in self._missing:
             self._missing.add(name)
             text = one_line(error)
-            if not isinstance(error, FedsynthError):
+            if not isinstance(error, FedsynthError | str):
                 text = f"{type(error).__name__}: {text}"
             self.observer.note(f"warning: cannot record the {name}: {text}")
 

@@ -7,7 +7,8 @@ import importlib
 import json
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,9 +32,10 @@ rounds = 2
 [nominal]
 num-examples = 500
 num_examples = 500
+loss = 1
 NUM_STEPS_CURRENT_ROUND = 10
 """
-NOMINAL = {"num-examples": 500, "num_examples": 500, "NUM_STEPS_CURRENT_ROUND": 10}
+NOMINAL = {"num-examples": 500, "num_examples": 500, "loss": 1, "NUM_STEPS_CURRENT_ROUND": 10}
 
 
 @pytest.fixture
@@ -123,6 +125,18 @@ class FlowerMessage:
         return isinstance(self.content, SimpleNamespace)
 
 
+class FlowerApp:
+    def train(self) -> Callable[[Any], None]:
+        return lambda job: setattr(self, "job", job)
+
+    def lifespan(self) -> Callable[[Any], None]:
+        return lambda around: setattr(self, "around", contextmanager(around))
+
+    def __call__(self, message: Any, context: Any) -> Any:
+        with getattr(self, "around", nullcontext)(context):
+            return self.job(message, context)
+
+
 @pytest.fixture(params=["stand-in", "installed"])
 def flower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param == "installed":
@@ -141,6 +155,7 @@ def flower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
         codes = SimpleNamespace(UNKNOWN=0, CLIENT_APP_RAISED_EXCEPTION=2)
         modules = {"flwr.app": app, "flwr.app.error": {"Error": error}}
+        modules["flwr.clientapp"] = {"ClientApp": FlowerApp}
         stand_in(monkeypatch, {**modules, "flwr.common.constant": {"ErrorCode": codes}})
     module = load(monkeypatch, FLOWER)
     module.app = sys.modules["flwr.app"]
@@ -157,9 +172,15 @@ def request(module: Any, number: int, kind: str = "train") -> Any:
     return module.Message(content=content, dst_node_id=1, message_type=kind)
 
 
+def run(module: Any, job: Callable[..., Any], message: Any, **config: Any) -> Any:
+    app = module.GuardedClientApp()
+    app.train()(job)
+    return app(message, SimpleNamespace(node_config=config))
+
+
 def ask(module: Any, folder: Path, job: Callable[..., Any], number: int = 1) -> Any:
-    context = SimpleNamespace(node_config={"guard": str(folder), "partition-id": 3})
-    return module.guard_mod(request(module, number), context, job)
+    config = {"guard": str(folder), "partition-id": 3}
+    return run(module, job, request(module, number), **config)
 
 
 def answering(module: Any, **records: Any) -> Callable[[Any, Any], Any]:
@@ -220,8 +241,7 @@ def test_flower_older_answers_have_their_records(flower: Any, folder: Path, kind
     arrays = {f"{kind}res.parameters": weights(flower, 1e6)} if kind == "fit" else {}
     status = flower.ConfigRecord({"code": 3, "message": "Smith"})
     job = answering(flower, **arrays, **{f"{kind}res.status": status, "Smith": status})
-    context = SimpleNamespace(node_config={"guard": str(folder)})
-    answer = dict(flower.guard_mod(asked, context, job).content)
+    answer = dict(run(flower, job, asked, guard=str(folder)).content)
     if arrays:
         assert np.abs(answer.pop("fitres.parameters")["w"].numpy()).max() < 20
     else:
@@ -248,8 +268,7 @@ def test_flower_answers_have_the_metadata_of_the_request(flower: Any, folder: Pa
         return kind(*content, reply_to=reply_to)
 
     flower.Message = reply
-    context = SimpleNamespace(node_config={"guard": str(folder)})
-    flower.guard_mod(asked, context, lambda *_: job(asked, context))
+    run(flower, lambda _, context: job(asked, context), asked, guard=str(folder))
     assert asked.metadata.group_id == "Smith"
     assert (replied[-1].group_id, replied[-1].message_type) == ("", "train")
 
@@ -273,6 +292,40 @@ def test_flower_errors_state_no_private_values(flower: Any, folder: Path) -> Non
     errors = [ask(flower, folder, job).error for job in jobs]
     assert {(error.code, error.reason) for error in errors} == {(0, flower.FAILED)}
     assert rows(folder, "client-003") == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_flower_lifespan_errors_state_no_private_values(
+    flower: Any, folder: Path, late: bool
+) -> None:
+    """Regression: Flower runs the lifespan outside all mods, and sends its errors."""
+
+    def lifespan(context: Any) -> Iterator[None]:
+        if late:
+            yield
+        raise RuntimeError("patient Smith")
+        yield
+
+    app = flower.GuardedClientApp()
+    app.lifespan()(lifespan)
+    app.train()(answering(flower, arrays=weights(flower, 1.0)))
+    answer = app(request(flower, 1), SimpleNamespace(node_config={"guard": str(folder)}))
+    assert answer.error.reason == flower.FAILED
+    assert rows(folder, "client-000") == 0
+
+
+def test_flower_older_answers_need_their_numbers(flower: Any, tmp_path: Path) -> None:
+    """Regression: the server refused answers without them, which were charged."""
+    (tmp_path / "guard.toml").write_text(TOML.partition("[nominal]")[0])
+    content = {"fitins.parameters": weights(flower, 0.0), "fitins.config": flower.ConfigRecord({})}
+    asked = flower.Message(flower.RecordDict(content), dst_node_id=1, message_type="train")
+    job = answering(flower, **{"fitres.parameters": weights(flower, 1.0)})
+    assert run(flower, job, asked, guard=str(tmp_path)).error.reason == flower.FAILED
+    assert rows(tmp_path, "client-000") == 0
+    with (tmp_path / "guard.toml").open("a") as settings:
+        settings.write("[nominal]\nnum-examples = 7\n")
+    answer = run(flower, job, asked, guard=str(tmp_path)).content
+    assert answer["fitres.num_examples"]["num_examples"] == 7
 
 
 def test_flower_node_names_its_guard(

@@ -151,7 +151,7 @@ STABLE = {
     )
 }
 NEED_EXTRAS = {  # stable, too
-    "fedsynth.deployment.flower.guard.guard_mod",
+    "fedsynth.deployment.flower.guard.GuardedClientApp",
     "fedsynth.deployment.nvflare_filter.GuardFilter",
 }
 PYTHON = re.compile(r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -139,10 +139,11 @@ def test_update_is_clipped_as_a_whole(tmp_path: Path, without_noise: None) -> No
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_update_that_is_not_finite_contributes_zero(
-    value: float, tmp_path: Path, without_noise: None
+    value: float, tmp_path: Path, without_noise: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tmp_path, "noise_multiplier = 3")
     assert not update_of(tmp_path, 0, value=value).any()
+    assert "client clinic has a NaN or an infinity" in caplog.text
     assert rows(tmp_path) == 1
 
 
@@ -327,6 +328,9 @@ def test_processes_answer_a_request_with_one_noise(tmp_path: Path) -> None:
         TOML + 'rounds = 1\nadjacency = "add-remove"',
         TOML.replace("8", "nan") + "rounds = 1",
         TOML + "noise_multiplier = 0",
+        TOML + 'rounds = 1\nnominal = {num-examples = "500"}',
+        TOML + "rounds = 1\nnominal = {loss = nan}",
+        TOML + "rounds = 1\nnominal = {loss = true}",
     ],
 )
 def test_wrong_settings_are_refused(text: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +16,12 @@ from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import fedsynth as fs
 from fedsynth.data.shared_set import TENSORS
-from fedsynth.errors import OutputError, UnaccountedReleaseError, UnknownNameError
+from fedsynth.errors import OutputError, SettingError, UnaccountedReleaseError, UnknownNameError
 from fedsynth.federation import client_runtime
 from fedsynth.federation.in_process import InProcess
 from fedsynth.methods import METHODS, method_class
@@ -321,13 +323,19 @@ class Declared(Undeclared):
     }
 
 
-def test_undeclared_metrics_are_rejected(tmp_path: Path) -> None:
+def noted(observer: Any, text: str) -> bool:
+    return any(text in call.args[0] for call in observer.note.mock_calls)
+
+
+def test_undeclared_metrics_are_left_out(tmp_path: Path) -> None:
+    """Regression: they ended the run after its first round was charged."""
     recorder = Mock(spec=fs.Observer)
     undeclared = settings_with(Undeclared, noise_multiplier=3.0)
-    with raises(UnaccountedReleaseError, "release.unaccounted"):
-        fs.simulate(undeclared, output=tmp_path / "private", observer=recorder)
-    recorder.round_ended.assert_not_called()
-    assert not list((tmp_path / "private").glob("*/metrics.jsonl"))
+    private = fs.simulate(undeclared, output=tmp_path / "private", observer=recorder)
+    assert noted(recorder, "metric clean_loss: it is not declared")
+    assert all("clean_loss" not in row for row in read_rows(folder_of(private)))
+    assert "clean_loss" not in str(recorder.round_ended.mock_calls)
+    recorder = Mock(spec=fs.Observer)
     public_run = fs.simulate(settings_with(Undeclared), observer=recorder)
     assert [call.args[0] for call in recorder.round_ended.mock_calls] == public_run.metrics
     assert public_run.metrics[0]["clean_loss"] == 0.25
@@ -339,12 +347,47 @@ def test_undeclared_metrics_are_rejected(tmp_path: Path) -> None:
     assert verify_run(folder_of(run), method=Declared).problems == []
 
 
+@pytest.mark.parametrize(
+    ("value", "label", "fault"),
+    [
+        (torch.tensor(0.5), released("a norm", float), None),
+        (np.float32(0.5), released("a norm", float), None),
+        (np.array([0.5]), released("norms", list[float]), None),
+        (math.nan, released("a norm", float), "not finite or None, but declared as float"),
+        ("0.5", released("a norm", float), "a str, but declared as float"),
+        ({1, 2}, released("a set"), "it is a set"),
+        (0.5, public("a constant", float), "planned_facts"),
+    ],
+)
+def test_metrics_with_a_fault_are_left_out(
+    value: Any, label: Disclosure, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a run ended after its round was charged, with a false reason or none."""
+    monkeypatch.setattr(Declared, "metric_privacy", {"clean_loss": label})
+    monkeypatch.setattr(Declared, "facts", lambda *_: {"clean_loss": value})
+    recorder = Mock(spec=fs.Observer)
+    run = fs.simulate(settings_with(Declared, noise_multiplier=3.0), observer=recorder)
+    recorded = [row.get("clean_loss") for row in run.metrics]
+    assert recorded == ([[0.5]] if np.ndim(value) else [0.5] if fault is None else [None]) * 2
+    assert fault is None or noted(recorder, fault)
+
+
+@pytest.mark.parametrize("labels", [{"norm": "released"}, [("norm", 1)]])
+def test_metrics_need_labels(labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Declared, "metric_privacy", labels)
+    with raises(SettingError, "run.method"):
+        fs.register_method(Declared)
+
+
 def test_methods_cannot_declare_engine_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not declared_row(Declared)["seconds"].may_be_shown
     declared = {"test_accuracy": public("by the method")}
     monkeypatch.setattr(Undeclared, "metric_privacy", declared)
-    with raises(UnaccountedReleaseError, "release.unaccounted"):
-        fs.simulate(settings_with(Undeclared, "test_accuracy", noise_multiplier=3.0))
+    recorder = Mock(spec=fs.Observer)
+    sections = settings_with(Undeclared, "test_accuracy", noise_multiplier=3.0)
+    run = fs.simulate(sections, observer=recorder)
+    assert noted(recorder, "metric test_accuracy: its name is reserved")
+    assert run.metrics[-1]["test_accuracy"] == run.accuracy != 0.25
     for method in map(method_class, METHODS):
         assert all(rule.reason for rule in declared_row(method).values())
         assert not getattr(method, "metric_privacy", {}).keys() & ROW.keys()

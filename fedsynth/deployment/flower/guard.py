@@ -1,8 +1,8 @@
-"""A mod for Flower's ClientApp that makes a job's answers differentially private.
+"""A Flower ClientApp whose answers are made differentially private.
 
-The job need not use fedsynth.
+The job need not use fedsynth. Its `ClientApp` becomes a `GuardedClientApp`:
 
-    app = ClientApp(mods=[guard_mod])    # first, so that it sees what the other mods return
+    app = GuardedClientApp()
 
 The folder of the guard comes from the node's configuration, which is the data owner's:
 
@@ -10,8 +10,9 @@ The folder of the guard comes from the node's configuration, which is the data o
                     variable FEDSYNTH_GUARD, for Flower's simulation
     client          the client's name; default: client-000 for partition-id 0, and so on
 
-Flower's SuperNode runs the app that the server sends. So the mod protects an owner who has checked
-the app, or who runs an app of their own.
+Flower's SuperNode runs the app that the server sends. So the guard protects an owner who has
+checked the app, or who runs an app of their own. Flower sends the text of an error that an app's
+file raises while it is imported, before there is an app. So the file should read no data then.
 
 Every answer is rebuilt from checked parts. Its arrays pass the guard, with the arrays of the
 request as the received model. Its metrics are the nominal values of guard.toml. The names of its
@@ -23,13 +24,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.app.error import Error
+from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedsynth.errors import BudgetExceededError, MessageError
@@ -45,59 +47,59 @@ OLDER: dict[str, dict[str, type]] = {
     "getparametersins": {"parameters": ArrayRecord, "status": ConfigRecord},
     "getpropertiesins": {"properties": ConfigRecord, "status": ConfigRecord},
 }
+# Numbers that the servers of these clients require, in records of these names.
+OLDER_NUMBERS = ("num_examples", "loss")
 FAILED = "the client sends no answer. The reason is in the client's log only"
 
 
-def guard_mod(
-    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
-) -> Message:
-    """Makes a client's answer private before it is sent.
+class GuardedClientApp(ClientApp):  # type: ignore[misc]  # Flower is not type-checked
+    """A `ClientApp` that makes each answer private before it is sent.
 
-    Pass this function to `ClientApp` as a mod.
-
-    Args:
-        message: the request.
-        context: the client's context, whose node configuration names the guard's folder.
-        call_next: the rest of the job.
-
-    Returns:
-        The answer. It is an error of one line if the guard refuses it, for example because the
-        budget is spent. The error has no text of the job.
+    Its arguments and decorators are those of `ClientApp`. The guard encloses all mods and the
+    lifespan.
     """
-    original = deepcopy(message)  # jobs may change a request, and answers copy its metadata
-    reason = FAILED
-    try:
-        guard = guard_of(context.node_config)
-        answer = _answer(call_next, message, context)
-        content = protected(guard, identity(original), original.content, answer.content)
-        return Message(content, reply_to=original)
-    except BudgetExceededError as error:
-        reason = str(error)
-        _LOGGER.error("%s", error)
-    except Exception as error:
-        _LOGGER.error("%s", error)
-    return Message(Error(ErrorCode.UNKNOWN, reason), reply_to=original)
 
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Returns the private answer to a request.
 
-def _answer(
-    call_next: Callable[[Message, Context], Message], message: Message, context: Context
-) -> Message:
-    """Runs the Flower ClientApp, and returns its answer.
+        The answer is an error of one line if the guard refuses it, for example because the budget
+        is spent. The error has no text of the job.
 
-    Raises:
-        MessageError: the app failed, whatever it raised.
-    """
-    try:
-        answer = call_next(message, context)
-        failed = answer.has_error()
-    except Exception:
-        _LOGGER.exception("the job failed")
-        failed = True
-    if failed:
-        raise MessageError(
-            "the client's training code raised an error. Read the error in the client's log"
-        ).with_code("guard.job")
-    return answer
+        Args:
+            message: the request.
+            context: the client's context, whose node configuration names the guard's folder.
+        """
+        original = deepcopy(message)  # jobs may change a request, and answers copy its metadata
+        reason = FAILED
+        try:
+            guard = guard_of(context.node_config)
+            answer = self._answer(message, context)
+            content = protected(guard, identity(original), original.content, answer.content)
+            return Message(content, reply_to=original)
+        except BudgetExceededError as error:
+            reason = str(error)
+            _LOGGER.error("%s", error)
+        except Exception as error:
+            _LOGGER.error("%s", error)
+        return Message(Error(ErrorCode.UNKNOWN, reason), reply_to=original)
+
+    def _answer(self, message: Message, context: Context) -> Message:
+        """Runs the job, and returns its answer.
+
+        Raises:
+            MessageError: the job failed, whatever it raised.
+        """
+        try:
+            answer = super().__call__(message, context)
+            failed = answer.has_error()
+        except Exception:
+            _LOGGER.exception("the job failed")
+            failed = True
+        if failed:
+            raise MessageError(
+                "the client's training code raised an error. Read the error in the client's log"
+            ).with_code("guard.job")
+        return answer
 
 
 def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
@@ -139,23 +141,45 @@ def protected(
 
     Raises:
         BudgetExceededError: the budget is spent.
-        MessageError: answer and request do not have one array record each.
+        MessageError: answer and request do not have one array record each, or guard.toml lacks a
+            nominal number.
         PrivacyError: the arrays of both differ.
     """
     received, trained = _copies(received_content), _copies(answer)
     if trained and (len(received), len(trained)) != (1, 1):
         raise MessageError(
             f"the request has {len(received)} array records and the answer has {len(trained)}, but "
-            "each must have exactly one. Change the job to send one model"
+            "each must have exactly one. Send one model in both, and let the server's strategy start "
+            "with it"
         ).with_code("guard.arrays")
-    leaving = RecordDict()
-    for name, kind in _records(received_content).items():
+    records, leaving = _records(received_content), RecordDict()
+    for name, kind in records.items():
         if kind is not ArrayRecord:
-            leaving[name] = kind(STATUS if name.endswith(".status") else guard.nominal)
-        elif trained:
-            arrays = guard.protect(request, received[0], trained[0])
-            leaving[name] = ArrayRecord({key: Array(value) for key, value in arrays.items()})
+            leaving[name] = kind(_nominal(guard, name))
+    for name in records.keys() - leaving.keys() if trained else ():
+        arrays = guard.protect(request, received[0], trained[0])
+        leaving[name] = ArrayRecord({key: Array(value) for key, value in arrays.items()})
     return leaving
+
+
+def _nominal(guard: UpdateGuard, record: str) -> dict[str, Any]:
+    """Returns the public content of a record of metrics.
+
+    Raises:
+        MessageError: guard.toml lacks a number without which Flower's server refuses the answer.
+    """
+    name = record.partition("res.")[2]
+    if name == "status":
+        return STATUS
+    nominal: dict[str, Any] = dict(guard.nominal)
+    if name and "num-examples" in nominal:
+        nominal.setdefault("num_examples", nominal["num-examples"])  # its name in older answers
+    if name in OLDER_NUMBERS and name not in nominal:
+        raise MessageError(
+            f"guard.toml has no nominal {name}, which NumPyClient answers must contain. Add it to "
+            "[nominal]"
+        ).with_code("guard.nominal")
+    return nominal
 
 
 def _records(received_content: RecordDict) -> dict[str, type]:
