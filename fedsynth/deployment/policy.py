@@ -137,7 +137,9 @@ class Policy:
         for name, values in self.settings.items():
             section, _, key = name.partition(".")
             value = sections.get(section, {}).get(key)
-            if not _allows(values, value):
+            if value is None:
+                objections.append(f"the run has no {name}, which the owner's policy limits")
+            elif not _allows(values, value):
                 objections.append(f"the owner does not allow {name} = {value!r:.80}")
         return objections
 

@@ -157,7 +157,7 @@ def serve_with_policy(setup: Setup, policy: Policy) -> NetworkedRun:
         (PRIVATE, {"delta": 1e-6}, "the owner allows δ up to 1e-06, not"),
         (PRIVATE, {"settings": {"model.width": [8, 64]}}, "does not allow model.width = 4"),
         (PRIVATE, {"settings": {"model.name": ["linear"]}}, "model.name = 'convnet'"),
-        (PRIVATE, {"settings": {"method.nothing": ["x"]}}, "method.nothing = None"),
+        (PRIVATE, {"settings": {"method.nothing": ["x"]}}, "the run has no method.nothing"),
         ({**PRIVATE, "mechanism": "paper"}, {}, "has no privacy guarantee"),
         ({}, {}, "without differential privacy"),
     ],
