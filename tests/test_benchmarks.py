@@ -127,7 +127,9 @@ def test_images_are_measured_after_a_private_release(script: Any, tmp_path: Path
     assert "images=2000 student=convnet features=pixels seed=0" in key
     cell.map = "deskewed-scattering+random-process"
     assert students.GRID.key(cell) == key.replace("pixels", f"pixels map={cell.map}")
-    cell.map = "auto"
+    cell.map, cell.steps = "auto", 20_000
+    assert students.GRID.key(cell) == key.replace("pixels", "pixels steps=20000")
+    cell.steps = 5000
     row = students.work(cell)
     assert row["images"] == 80
     assert 7.9 < row["epsilon"] <= 8
