@@ -354,8 +354,7 @@ def faults(error: ValidationError) -> list[str]:
     lines = []
     for fault in errors[:MAX_SHOWN_FAULTS]:
         path = ".".join(short_key(str(part)) for part in fault["loc"]) or "the content"
-        reason = f"is invalid: {fault['msg'].removeprefix('Value error, ')}"
-        lines.append(f"{path} {_REASONS.get(fault['type'], reason)}")
+        lines.append(f"{path} {_REASONS.get(fault['type'], 'is invalid: ' + fault['msg'])}")
     if len(errors) > MAX_SHOWN_FAULTS:
         lines.append(f"and {len(errors) - MAX_SHOWN_FAULTS} more")
     return lines

@@ -35,11 +35,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import safetensors.torch
 import torch
-from pydantic import Field, PlainValidator
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -51,7 +51,7 @@ from fedsynth.privacy.ledger.folder import check_names
 from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap, Released
 from fedsynth.privacy.plans import ReleasePlan, charge_round
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
-from fedsynth.privacy.releases import CLIENT, Release, is_real
+from fedsynth.privacy.releases import CLIENT, Release
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Access, Part, ReportFacts, Unit
 from fedsynth.privacy.report.file import GUARD_SETTINGS, Problem, damaged, read_ledger_rows
@@ -66,15 +66,6 @@ COUNTS = (
 Arrays = Mapping[str, Any]  # NumPy arrays or tensors by name
 Positive = Annotated[float, Field(gt=0)]
 _LOGGER = logging.getLogger(__name__)
-
-
-def _finite(value: object) -> int | float:
-    if not is_real(value):
-        raise ValueError(f"{short_repr(value)} is not a finite number")
-    return cast("int | float", value)
-
-
-Number = Annotated[int | float, PlainValidator(_finite)]
 
 
 class GuardSettings(Part):
@@ -99,7 +90,7 @@ class GuardSettings(Part):
     noise_multiplier: Positive | None = None
     adjacency: Literal["zero-out", "replace-one"] = "zero-out"
     left_out: list[str] = Field(default=[])
-    nominal: dict[str, Number] = Field(default={})
+    nominal: dict[str, float] = Field(default={})
 
     @classmethod
     def read(cls, file: Path) -> GuardSettings:
@@ -255,7 +246,8 @@ class UpdateGuard:
     @property
     def nominal(self) -> dict[str, int | float]:
         """The declared public numbers that each answer contains instead of the job's metrics."""
-        return dict(self.settings.nominal)
+        nominal = self.settings.nominal
+        return {name: int(x) if x.is_integer() else x for name, x in nominal.items()}
 
     def _released(self, name: str, received: Tensor) -> bool:
         patterns = (COUNTS, *self.settings.left_out)
@@ -308,7 +300,8 @@ class UpdateGuard:
             )
             if not torch.isfinite(update_D).all():
                 _LOGGER.warning(
-                    "the update of client %s has a NaN or an infinity, so it counts as zero",
+                    "the update of client %s has a NaN or an infinity, so it counts as zero. Lower "
+                    "the job's learning rate",
                     self.client,
                 )
             noisy = noisy_update(update_D, plan, self.settings.sigma, self._enforcer, self._secret)
@@ -323,9 +316,10 @@ def _tensor(name: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
+        kind = getattr(value, "dtype", type(value).__name__)
         raise PrivacyError(
-            f"array {short_repr(name)} cannot be converted to a tensor (type "
-            f"{getattr(value, 'dtype', type(value).__name__)}). Convert it to float32 in the job"
+            f"array {short_repr(name)} of type {kind} cannot be converted to a tensor. Use float32 "
+            "in both the server's model and the job's"
         ).with_code("guard.arrays") from None
 
 

@@ -16,6 +16,7 @@ from fedsynth.errors import (
     PrivacySettingError,
     SettingError,
     UnaccountedReleaseError,
+    one_line,
     unknown_value,
 )
 from fedsynth.models.registry import UNET
@@ -134,8 +135,8 @@ def check_method(method: Method) -> None:
     Each field of an upload must be public or be released by a privacy mechanism.
 
     Raises:
-        UnaccountedReleaseError: if a field is not protected, or if the method has no mechanism. The
-            message names the method and the reason.
+        UnaccountedReleaseError: if a field is not protected, if the method has no mechanism, or if
+            a metric has no valid declaration. The message names the method and the reason.
     """
     declared = {}
     for upload in upload_types(method):
@@ -148,6 +149,15 @@ def check_method(method: Method) -> None:
         fields = ", ".join(unprotected)
         why = method.refusal or f"no mechanism protects the upload fields {fields}"
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
+    labels = getattr(method, "metric_privacy", {})
+    try:
+        for label in labels.values():
+            label.fits(None)  # pydantic may refuse the declared type with any exception
+    except Exception as error:
+        raise UnaccountedReleaseError(
+            f"{method.name}.metric_privacy is not valid: {one_line(error)}. Declare each metric as "
+            "in {'norm': released('of a released model', float)}, with a type of JSON"
+        ) from None
 
 
 def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> None:

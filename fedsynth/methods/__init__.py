@@ -63,8 +63,8 @@ def register_method(method: type[Method], label: str = "") -> str:
         The method's name in lower case.
 
     Raises:
-        SettingError: the object is not a method class, has a built-in method's name, changes a
-            default that its constructor does not use, or declares metrics wrongly.
+        SettingError: the object is not a method class, has a built-in method's name, or changes a
+            default that its constructor does not use.
 
     >>> from dataclasses import dataclass
     >>> from fedsynth import FedAvg, RunSettings, register_method, resolve
@@ -78,7 +78,6 @@ def register_method(method: type[Method], label: str = "") -> str:
     1e-06
     """
     from fedsynth.core.method import Method
-    from fedsynth.privacy.disclosure import Disclosure
 
     name = str(getattr(method, "name", "")).lower()
     is_method = isinstance(method, type) and issubclass(method, Method)
@@ -94,16 +93,6 @@ def register_method(method: type[Method], label: str = "") -> str:
             "run", "method", f"{name} is missing the abstract methods {missing}. Define them"
         )
     _check_defaults(name, method)
-    labels = getattr(method, "metric_privacy", {})
-    if not (
-        isinstance(labels, Mapping)
-        and all(isinstance(label, Disclosure) for label in labels.values())
-    ):
-        reason = (
-            f"{name} sets metric_privacy = {labels!r:.80}, but each metric needs a label from "
-            "fedsynth.privacy.disclosure. Write `{'norm': released('of a released model', float)}`"
-        )
-        raise SettingError("run", "method", reason)
     _CUSTOM[name] = (method, label)
     return name
 

@@ -139,10 +139,10 @@ def metric_faults(
     faults = {}
     for key, value in metrics.items():
         label = None if declared is None else declared.get(key)
-        if key in ROW or not isinstance(key, str):
-            faults[key] = "its name is reserved, or not a text. Rename the metric"
+        if key in ROW:
+            faults[key] = "its name is reserved. Rename the metric"
         elif not _IN_JSON.fits(value):
-            faults[key] = f"it is a {type(value).__name__}. Return numbers, texts, lists or dicts"
+            faults[key] = "JSON cannot store it. Return numbers, texts, lists or dicts"
         elif declared is None:
             continue
         elif label is None:
@@ -150,7 +150,7 @@ def metric_faults(
         elif (label.kind == PUBLIC) != planned:
             faults[key] = "planned_facts must return what is declared public, and nothing else"
         elif label.may_be_shown and not label.fits(value):
-            kind = "not finite or None" if value is None else f"a {type(value).__name__}"
+            kind = "None or not finite" if value is None else f"of type {type(value).__name__}"
             name = getattr(label.shape, "__name__", label.shape)
             faults[key] = f"it is {kind}, but declared as {name}. Change the value or declaration"
     return faults
@@ -159,12 +159,13 @@ def metric_faults(
 def finite(value: Any) -> Any:
     """Returns a JSON-serialisable copy of a value.
 
-    Tensors and arrays become numbers and lists. None replaces infinities and NaN.
+    Tensors and arrays become numbers and lists, and keys become texts. None replaces infinities and
+    NaN.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return list(map(finite, value))
     if isinstance(value, float) and not math.isfinite(value):

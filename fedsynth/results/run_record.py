@@ -289,9 +289,6 @@ class RunRecord:
             context: the context of the round.
             played: the result of the round.
             started: the time at which the round started, from `time.perf_counter`.
-
-        Raises:
-            UnaccountedReleaseError: the method returned a metric that it did not declare.
         """
         number = context.round
         method = self.settings.method
@@ -373,10 +370,7 @@ class RunRecord:
     ) -> Mapping[str, Any]:
         """Computes a method's own metrics, and leaves out those that may not be recorded."""
         metrics = self.figures(name, make)
-        declared = None
-        if self.plan is not None:
-            declared = disclosed.declared_row(type(self.settings.method))
-        faults = disclosed.metric_faults(metrics, declared, planned=planned)
+        faults = disclosed.metric_faults(metrics, self._declared, planned=planned)
         for key, fault in faults.items():
             self.missing(f"metric {one_line(key, 80)}", fault)
         return {key: value for key, value in metrics.items() if key not in faults}
@@ -510,10 +504,13 @@ class RunRecord:
         facts = report_facts(plan, len(self.rows), self.events, start, secret=secret)
         return build_report(facts, histories, start.ledgers)
 
+    @property
+    def _declared(self) -> disclosed.Declared | None:
+        """The declaration of each metric of a round, or None without differential privacy."""
+        return None if self.plan is None else disclosed.declared_row(type(self.settings.method))
+
     def _disclosed(self, row: Mapping[str, Any]) -> disclosed.Disclosed:
-        if self.plan is None:
-            return self._allowed(row, None)
-        return self._allowed(row, disclosed.declared_row(type(self.settings.method)))
+        return self._allowed(row, self._declared)
 
     def _allowed(
         self, values: Mapping[str, Any], declared: disclosed.Declared | None

@@ -45,6 +45,9 @@ from fedsynth.results.disclosed import (
     NOT_COUNTED,
     ON_TEST,
     REJECTED,
+    declared_row,
+    finite,
+    metric_faults,
     undeclared,
 )
 from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SERVED, SERVER_LEDGER, SUMMARY
@@ -296,7 +299,9 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[Problem]
     expected = dict(charges.expected_losses(number))
     metric_privacy: Mapping[str, Disclosure] = {}
     if isinstance(method, Measurements):
-        expected |= method.planned_facts(charges.round_context(number))
+        planned = finite(method.planned_facts(charges.round_context(number)))
+        faults = metric_faults(planned, declared_row(type(method)), planned=True)
+        expected |= {key: value for key, value in planned.items() if key not in faults}
         metric_privacy = method.metric_privacy
     if len(active) < charges.run.settings.partition.clients:
         expected["participants"] = list(active)

@@ -125,6 +125,14 @@ class FlowerMessage:
         return isinstance(self.content, SimpleNamespace)
 
 
+class Hostile:
+    """An answer that raises an error of the guard when it is read."""
+
+    @property
+    def content(self) -> Any:
+        raise BudgetExceededError("patient Smith", ("Smith", 1.0, 2.0))
+
+
 class FlowerApp:
     def train(self) -> Callable[[Any], None]:
         return lambda job: setattr(self, "job", job)
@@ -263,9 +271,9 @@ def test_flower_answers_have_the_metadata_of_the_request(flower: Any, folder: Pa
     replied: list[Any] = []
     kind = flower.Message
 
-    def reply(*content: Any, reply_to: Any) -> Any:
+    def reply(*parts: Any, reply_to: Any, **content: Any) -> Any:
         replied.append(reply_to.metadata)
-        return kind(*content, reply_to=reply_to)
+        return kind(*parts, reply_to=reply_to, **content)
 
     flower.Message = reply
     run(flower, lambda _, context: job(asked, context), asked, guard=str(folder))
@@ -274,7 +282,7 @@ def test_flower_answers_have_the_metadata_of_the_request(flower: Any, folder: Pa
 
 
 def test_flower_errors_state_no_private_values(flower: Any, folder: Path) -> None:
-    def failing(error: Exception) -> Callable[[Any, Any], Any]:
+    def failing(error: BaseException) -> Callable[[Any, Any], Any]:
         def job(message: Any, context: Any) -> Any:
             raise error
 
@@ -285,6 +293,9 @@ def test_flower_errors_state_no_private_values(flower: Any, folder: Path) -> Non
         failing(ValueError("patient Smith")),
         failing(MessageError("patient Smith")),
         failing(BudgetExceededError("patient Smith", ("Smith", 1.0, 2.0))),
+        failing(SystemExit("patient Smith")),
+        lambda message, _: flower.Message(flower.Error(0, "patient Smith"), reply_to=message),
+        lambda message, _: Hostile(),
         answering(flower, a=weights(flower, 1.0), b=weights(flower, 2.0)),
         answering(flower, arrays=named),
         lambda message, context: None,
@@ -314,7 +325,9 @@ def test_flower_lifespan_errors_state_no_private_values(
     assert rows(folder, "client-000") == 0
 
 
-def test_flower_older_answers_need_their_numbers(flower: Any, tmp_path: Path) -> None:
+def test_flower_older_answers_need_their_numbers(
+    flower: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Regression: the server refused answers without them, which were charged."""
     (tmp_path / "guard.toml").write_text(TOML.partition("[nominal]")[0])
     content = {"fitins.parameters": weights(flower, 0.0), "fitins.config": flower.ConfigRecord({})}
@@ -322,10 +335,24 @@ def test_flower_older_answers_need_their_numbers(flower: Any, tmp_path: Path) ->
     job = answering(flower, **{"fitres.parameters": weights(flower, 1.0)})
     assert run(flower, job, asked, guard=str(tmp_path)).error.reason == flower.FAILED
     assert rows(tmp_path, "client-000") == 0
+    assert "num-examples" not in caplog.text
     with (tmp_path / "guard.toml").open("a") as settings:
         settings.write("[nominal]\nnum-examples = 7\n")
     answer = run(flower, job, asked, guard=str(tmp_path)).content
     assert answer["fitres.num_examples"]["num_examples"] == 7
+    content = {f"evaluateins.{name.partition('.')[2]}": value for name, value in content.items()}
+    asked = flower.Message(flower.RecordDict(content), dst_node_id=1, message_type="train")
+    assert run(flower, answering(flower), asked, guard=str(tmp_path)).error.reason == flower.FAILED
+    assert "guard.toml has no nominal loss" in caplog.text
+
+
+def test_flower_answers_without_their_number_are_noted(
+    flower: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "guard.toml").write_text(TOML.partition("[nominal]")[0])
+    answer = ask(flower, tmp_path, answering(flower, arrays=weights(flower, 1.0)))
+    assert dict(answer.content["metrics"]) == {}
+    assert "no nominal num-examples" in caplog.text
 
 
 def test_flower_node_names_its_guard(

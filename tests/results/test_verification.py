@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import fedsynth as fs
 from fedsynth.data.shared_set import TENSORS
-from fedsynth.errors import OutputError, SettingError, UnaccountedReleaseError, UnknownNameError
+from fedsynth.errors import OutputError, UnaccountedReleaseError, UnknownNameError
 from fedsynth.federation import client_runtime
 from fedsynth.federation.in_process import InProcess
 from fedsynth.methods import METHODS, method_class
@@ -353,9 +353,9 @@ def test_undeclared_metrics_are_left_out(tmp_path: Path) -> None:
         (torch.tensor(0.5), released("a norm", float), None),
         (np.float32(0.5), released("a norm", float), None),
         (np.array([0.5]), released("norms", list[float]), None),
-        (math.nan, released("a norm", float), "not finite or None, but declared as float"),
-        ("0.5", released("a norm", float), "a str, but declared as float"),
-        ({1, 2}, released("a set"), "it is a set"),
+        (math.nan, released("a norm", float), "None or not finite, but declared as float"),
+        ("0.5", released("a norm", float), "of type str, but declared as float"),
+        ({1, 2}, released("a set"), "JSON cannot store it"),
         (0.5, public("a constant", float), "planned_facts"),
     ],
 )
@@ -372,11 +372,43 @@ def test_metrics_with_a_fault_are_left_out(
     assert fault is None or noted(recorder, fault)
 
 
-@pytest.mark.parametrize("labels", [{"norm": "released"}, [("norm", 1)]])
-def test_metrics_need_labels(labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"norm": "released"},
+        [("norm", 1)],
+        {"norm": released("a norm", torch.Tensor)},
+        {"norm": released("norms", [float])},
+    ],
+)
+def test_metrics_need_labels(labels: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Declared, "metric_privacy", labels)
-    with raises(SettingError, "run.method"):
-        fs.register_method(Declared)
+    with raises(UnaccountedReleaseError, "release.unaccounted"):
+        fs.simulate(settings_with(Declared, noise_multiplier=3.0), output=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("value", "label", "recorded"),
+    [
+        (np.float32(0.5), public("a constant", float), 0.5),
+        (torch.tensor([0.5]), public("constants", list[float]), [0.5]),
+        (math.nan, public("a constant", float), None),
+        (0.5, released("a norm", float), None),
+        (0.5, None, None),
+    ],
+)
+def test_planned_metrics_are_verified(
+    value: Any, label: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: the verification failed if a value was converted or left out."""
+    monkeypatch.setattr(Declared, "metric_privacy", {} if label is None else {"c": label})
+    monkeypatch.setattr(Declared, "facts", lambda *_: {})
+    monkeypatch.setattr(Declared, "planned_facts", lambda *_: {"c": value})
+    settings = settings_with(Declared, noise_multiplier=3.0)
+    run = fs.simulate(settings, output=tmp_path, observer=Mock(spec=fs.Observer))
+    assert [row.get("c") for row in read_rows(folder_of(run))] == [recorded] * 2
+    assert verify_run(folder_of(run), method=Declared).problems == []
 
 
 def test_methods_cannot_declare_engine_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedsynth.errors import BudgetExceededError, MessageError
-from fedsynth.privacy.guard import UpdateGuard
+from fedsynth.privacy.guard import Arrays, UpdateGuard
 
 _LOGGER = logging.getLogger(__name__)
 STATUS = {"code": 0, "message": ""}  # of the answers of Flower's older clients
@@ -74,7 +74,7 @@ class GuardedClientApp(ClientApp):  # type: ignore[misc]  # Flower is not type-c
         try:
             guard = guard_of(context.node_config)
             answer = self._answer(message, context)
-            content = protected(guard, identity(original), original.content, answer.content)
+            content = protected(guard, identity(original), original.content, answer)
             return Message(content, reply_to=original)
         except BudgetExceededError as error:
             reason = str(error)
@@ -83,23 +83,19 @@ class GuardedClientApp(ClientApp):  # type: ignore[misc]  # Flower is not type-c
             _LOGGER.error("%s", error)
         return Message(Error(ErrorCode.UNKNOWN, reason), reply_to=original)
 
-    def _answer(self, message: Message, context: Context) -> Message:
-        """Runs the job, and returns its answer.
+    def _answer(self, message: Message, context: Context) -> list[Arrays]:
+        """Runs the job, and returns the arrays of each array record in its answer.
 
         Raises:
             MessageError: the job failed, whatever it raised.
         """
         try:
-            answer = super().__call__(message, context)
-            failed = answer.has_error()
-        except Exception:
+            return _copies(super().__call__(message, context).content)
+        except (Exception, SystemExit):
             _LOGGER.exception("the job failed")
-            failed = True
-        if failed:
             raise MessageError(
                 "the client's training code raised an error. Read the error in the client's log"
-            ).with_code("guard.job")
-        return answer
+            ).with_code("guard.job") from None
 
 
 def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
@@ -129,7 +125,10 @@ def identity(message: Message) -> list[object]:
 
 
 def protected(
-    guard: UpdateGuard, request: Sequence[object], received_content: RecordDict, answer: RecordDict
+    guard: UpdateGuard,
+    request: Sequence[object],
+    received_content: RecordDict,
+    trained: Sequence[Arrays],
 ) -> RecordDict:
     """Makes a job's answer private, and returns the content that is sent instead.
 
@@ -137,7 +136,7 @@ def protected(
         guard: the client's guard.
         request: what identifies the request.
         received_content: the content of the request.
-        answer: the content of the job's answer.
+        trained: the arrays of each array record in the job's answer.
 
     Raises:
         BudgetExceededError: the budget is spent.
@@ -145,7 +144,7 @@ def protected(
             nominal number.
         PrivacyError: the arrays of both differ.
     """
-    received, trained = _copies(received_content), _copies(answer)
+    received = _copies(received_content)
     if trained and (len(received), len(trained)) != (1, 1):
         raise MessageError(
             f"the request has {len(received)} array records and the answer has {len(trained)}, but "
@@ -156,9 +155,10 @@ def protected(
     for name, kind in records.items():
         if kind is not ArrayRecord:
             leaving[name] = kind(_nominal(guard, name))
-    for name in records.keys() - leaving.keys() if trained else ():
-        arrays = guard.protect(request, received[0], trained[0])
-        leaving[name] = ArrayRecord({key: Array(value) for key, value in arrays.items()})
+    for name, kind in records.items():  # last, as nothing may be refused after the charge
+        if kind is ArrayRecord and trained:
+            arrays = guard.protect(request, received[0], trained[0])
+            leaving[name] = ArrayRecord({key: Array(value) for key, value in arrays.items()})
     return leaving
 
 
@@ -172,7 +172,9 @@ def _nominal(guard: UpdateGuard, record: str) -> dict[str, Any]:
     if name == "status":
         return STATUS
     nominal: dict[str, Any] = dict(guard.nominal)
-    if name and "num-examples" in nominal:
+    if "num-examples" not in nominal and not name:
+        _LOGGER.warning("guard.toml has no nominal num-examples, which Flower's FedAvg requires")
+    if "num-examples" in nominal and name:
         nominal.setdefault("num_examples", nominal["num-examples"])  # its name in older answers
     if name in OLDER_NUMBERS and name not in nominal:
         raise MessageError(
@@ -191,6 +193,6 @@ def _records(received_content: RecordDict) -> dict[str, type]:
     return {**dict.fromkeys(received_content.array_records, ArrayRecord), "metrics": MetricRecord}
 
 
-def _copies(content: RecordDict) -> list[dict[str, Any]]:
+def _copies(content: RecordDict) -> list[Arrays]:
     records = content.array_records.values()
     return [{name: np.array(array.numpy()) for name, array in record.items()} for record in records]
