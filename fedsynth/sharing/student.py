@@ -93,10 +93,6 @@ class Student:
         }
         saved_model.write_model(require_place(Path(file)), self.network, self.architecture, **facts)
 
-    def accuracy_on(self, test: ImageData) -> float:
-        """Computes the accuracy on test images, on the network's device."""
-        return accuracy(self.network, test.to(next(self.network.parameters()).device))
-
     def measures_on(self, test: ImageData) -> dict[str, float | None]:
         """Computes the `accuracy` on test images, and the `classification_measures`."""
         test = test.to(next(self.network.parameters()).device)

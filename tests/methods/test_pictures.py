@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,10 +16,7 @@ from fedsynth.features.deskewing import shear_of
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.statistics import pictures
 from fedsynth.methods.statistics.pictures import PixelMoments, rendered
-from fedsynth.synthesizer.condensation.from_statistics import (
-    ReleasedStatistics,
-    in_one_process,
-)
+from fedsynth.synthesizer.condensation.from_statistics import ReleasedStatistics, compute_part
 
 SHAPE = (1, 16, 16)
 CELLS = 14
@@ -41,7 +39,8 @@ def moments() -> PixelMoments:
 
 
 def statistics(class_means: Tensor, weight: Tensor) -> ReleasedStatistics:
-    return ReleasedStatistics(in_one_process(lambda x: x.flatten(1)), weight, class_means)
+    compute = partial(map, partial(compute_part, lambda x: x.flatten(1)))
+    return ReleasedStatistics(compute, weight, class_means)
 
 
 @pytest.mark.parametrize("style", [pictures.sharpened_images, pictures.shaded_images])

@@ -479,7 +479,8 @@ def embed(pixels: Tensor) -> Tensor:
 def statistics() -> images_from.ReleasedStatistics:
     means = torch.randn(3, feature_map("whitened-scattering", SHAPE).dimension, generator=draws())
     means = 0.3 * F.normalize(means - means.mean(dim=0), dim=1)
-    return images_from.ReleasedStatistics(images_from.in_one_process(embed), 20 * means, means)
+    compute = partial(map, partial(images_from.compute_part, embed))
+    return images_from.ReleasedStatistics(compute, 20 * means, means)
 
 
 def start_images(released: images_from.ReleasedStatistics, seed: int = 0) -> Tensor:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,11 +58,6 @@ def compute_part(embed: Callable[[Tensor], Tensor], part: Tensors) -> Tensors:
         rough = float(part["roughness"]) * total_variation(leaf)
         (gradient,) = torch.autograd.grad((z * part["pull"]).sum() + rough, leaf)
     return {"z": z.detach(), "gradient": gradient}
-
-
-def in_one_process(embed: Callable[[Tensor], Tensor]) -> Parts:
-    """Returns a function that computes the parts of the images one after another."""
-    return partial(map, partial(compute_part, embed))
 
 
 def embedded(compute: Parts, pixels_NCHW: Tensor) -> Tensor:
