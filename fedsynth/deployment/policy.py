@@ -27,10 +27,11 @@ from fedsynth.core.capabilities import upload_types
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.sums import sums_securely
 from fedsynth.deployment.proposal import Proposal
-from fedsynth.errors import FedsynthError, SettingError, faults_as
+from fedsynth.errors import FedsynthError, SettingError, faults_as, unknown_name
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.files import load_toml
+from fedsynth.methods import METHODS
 from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import EpsilonCap
@@ -83,7 +84,10 @@ class Policy:
     settings: Mapping[str, Values] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _delta_of_epsilon(self) -> Policy:
+    def _check(self) -> Policy:
+        for name in self.methods or ():
+            if name not in METHODS:
+                raise ValueError(str(unknown_name("method", name, METHODS)))
         if self.epsilon is not None and self.delta is None:
             raise ValueError(
                 "delta is missing, but epsilon requires it. Set delta to a small number, such as "

@@ -293,7 +293,7 @@ def test_approvals_hold_for_one_agreement(setup: Setup) -> None:
 
 INVALID_POLICIES: list[dict[str, Any]] = [
     {"method": ["feddm"]},
-    *({"methods": odd} for odd in ("feddm", [], [1])),
+    *({"methods": odd} for odd in ("feddm", [], [1], ["fedmd"])),
     *({"epsilon": odd} for odd in (0, 8.0, "8", True)),
     {"epsilon": 8.0, "delta": 1.0},
     {"epsilon": float("nan"), "delta": 1e-5},
