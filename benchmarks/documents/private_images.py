@@ -123,6 +123,9 @@ def _private_images() -> str:
 @table("private-images-short")
 def _private_images_short() -> str:
     body = [["FedStats", data, *_measured(STUDENTS, data, "student_taught")] for data in NOISE]
+    for data in NOISE:
+        cells = _measured(STUDENTS, data, "student_taught", networks=BEST[data])
+        body.append(["FedStats, width 64", data, *cells])
     body += [[name, "central", *PUBLISHED_IMAGES[name]] for name in (FETA_PRO, DP_FETA)]
     return markdown(["", "noise", *DATASETS], body)
 
