@@ -13,7 +13,7 @@ others (replace-one). So ū + N(0, σ²𝒞²I) is the Gaussian mechanism with n
 is subsampled, and the rounds compose adaptively: u may depend on everything that the job has kept
 on the client, and on every earlier release. This holds for any training, which the guard does not
 see. Adding the noisy vector to the received model, which is public, is post-processing. The noise
-is that of one client alone, so the server need not be trusted. The mean over K clients has noise of
+is that of a single client, so the server need not be trusted. The mean over K clients has noise of
 σ𝒞/√K in each coordinate.
 
 What else an answer contains is either public or left out. Whether an array is released follows from
@@ -167,7 +167,8 @@ class UpdateGuard:
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
-    >>> _ = (folder / "guard.toml").write_text("clip = 1.0\\nepsilon = 8\\ndelta = 1e-5\\nrounds = 1")
+    >>> settings = ["clip = 1.0", "epsilon = 8", "delta = 1e-5", "rounds = 1"]
+    >>> _ = (folder / "guard.toml").write_text("\\n".join(settings))
     >>> guard = UpdateGuard(folder, "clinic-a")
     >>> received, trained = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
     >>> guard.protect(["round 1"], received, trained)["w"].shape

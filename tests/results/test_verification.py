@@ -26,7 +26,7 @@ from fedsynth.federation import client_runtime
 from fedsynth.federation.in_process import InProcess
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import Ledger, PrivacyError, read_ledger
-from fedsynth.privacy.disclosure import Disclosure, public, released
+from fedsynth.privacy.disclosure import Disclosure, public, released, simulation_only
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import hash_of_files
@@ -350,9 +350,6 @@ def test_undeclared_metrics_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "label", "fault"),
     [
-        (torch.tensor(0.5), released("a norm", float), None),
-        (np.float32(0.5), released("a norm", float), None),
-        (np.array([0.5]), released("norms", list[float]), None),
         (math.nan, released("a norm", float), "None or not finite, but declared as float"),
         ("0.5", released("a norm", float), "of type str, but declared as float"),
         ({1, 2}, released("a set"), "JSON cannot store it"),
@@ -360,16 +357,34 @@ def test_undeclared_metrics_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_metrics_with_a_fault_are_left_out(
-    value: Any, label: Disclosure, fault: str | None, monkeypatch: pytest.MonkeyPatch
+    value: Any, label: Disclosure, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: a run ended after its round was charged, with a false reason or none."""
     monkeypatch.setattr(Declared, "metric_privacy", {"clean_loss": label})
     monkeypatch.setattr(Declared, "facts", lambda *_: {"clean_loss": value})
     recorder = Mock(spec=fs.Observer)
     run = fs.simulate(settings_with(Declared, noise_multiplier=3.0), observer=recorder)
-    recorded = [row.get("clean_loss") for row in run.metrics]
-    assert recorded == ([[0.5]] if np.ndim(value) else [0.5] if fault is None else [None]) * 2
-    assert fault is None or noted(recorder, fault)
+    assert all("clean_loss" not in row for row in run.metrics)
+    assert noted(recorder, fault)
+
+
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [
+        (torch.tensor(0.5), released("a norm", float)),
+        (np.float32(0.5), released("a norm", float)),
+        (np.array([0.5]), released("norms", list[float])),
+        (0.5, simulation_only("a norm", str)),
+    ],
+)
+def test_metrics_become_numbers_and_lists(
+    value: Any, label: Disclosure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Declared, "metric_privacy", {"clean_loss": label})
+    monkeypatch.setattr(Declared, "facts", lambda *_: {"clean_loss": value})
+    settings = settings_with(Declared, noise_multiplier=3.0)
+    run = fs.simulate(settings, observer=Mock(spec=fs.Observer))
+    assert [row["clean_loss"] for row in run.metrics] == [np.asarray(value).tolist()] * 2
 
 
 @pytest.mark.parametrize(
