@@ -5,9 +5,7 @@
 Each case runs in one process with one thread, in one with two threads, and on two ranks with one
 thread each. Images of noise, 28×28. Seconds are the wall's, the median of the rounds after the
 first, or of a second run if the method has one round, so that imports do not count. MiB are the
-peak of each rank, with libraries. In the cases "exchange", a client's step only waits for a second,
-and each rank has one client, so that the difference between one and two ranks is the exchange.
-Linux only.
+peak of each rank, with libraries. Linux only.
 
 With `pip install pfl`, FedAvg also runs in pfl-research's simulated backend, which gets the images
 as tensors and only counts examples as metrics.
@@ -34,15 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsynth import (
-    FedAvg,
-    ImageData,
-    ModelParameters,
-    ModelSettings,
-    RunSettings,
-    from_arrays,
-    simulate,
-)
+from fedsynth import ImageData, ModelSettings, RunSettings, from_arrays, simulate
 from fedsynth.cli.application import keep_large_allocations
 from fedsynth.config.resolve import resolve
 from fedsynth.data.registry import custom_spec
@@ -52,22 +42,10 @@ from fedsynth.rank import this_rank
 from library.machine import peak_mib, run_cases, timing_options
 
 FOLDER = "RANKS_FOLDER"  # of the ranks' peaks
-SECONDS = 1.0  # of a step that only waits
 LENET = {"name": "lenet5"}
 CONVNET = {"width": 64, "depth": 3}
 ONE_SHOT = {"server_epochs": 2, "generator_steps": 10, "generator_batch": 64, "local_epochs": 1}
 PRIVATE = {"noise_multiplier": 1.0, "sample_rate": 0.1, "ledger": NO_LEDGER}
-
-
-@dataclass(frozen=True)
-class Waiting(FedAvg):
-    """FedAvg whose clients wait for a second and send the server's model."""
-
-    name = "waiting"
-
-    def client_step(self, message: Any, clients: Any, states: Any, context: Any) -> Any:
-        time.sleep(SECONDS * len(clients.ids))
-        return [(ModelParameters(message.parameters, 1.0), state) for state in states]
 
 
 @dataclass(frozen=True)
@@ -98,19 +76,8 @@ WORKS = {
     "FedHydra, LeNet-5, 10 clients": Work(
         "fedhydra", 10, LENET, {**ONE_SHOT, "stratification_steps": 10}, images=300, rounds=1
     ),
-    "FedDF, LeNet-5, 10 clients": Work(
-        "feddf",
-        10,
-        LENET,
-        {"server_steps": 100, "local_epochs": 1, "proxy": "noise"},
-        images=300,
-        rounds=1,
-    ),
     "DP-SGD, LeNet-5, 20 clients": Work(
         "fedavg", 20, LENET, {"local_steps": 5}, images=600, privacy=PRIVATE
-    ),
-    "FedAvg, linear, 1,000 clients": Work(
-        "fedavg", 1000, {"name": "linear"}, {"local_epochs": 1, "batch": 20}, images=20
     ),
     "FedAvg, linear, 10,000 clients": Work(
         "fedavg", 10_000, {"name": "linear"}, {"local_epochs": 1, "batch": 20}, images=20
@@ -118,15 +85,12 @@ WORKS = {
     "encoding, 20,000 images": Work(
         "fedavg", 10, {"name": "linear"}, {"local_epochs": 1}, images=2000, encoder="scattering"
     ),
-    "exchange, LeNet-5": Work("waiting", 0, LENET, {}),
-    "exchange, ConvNet-128": Work("waiting", 0, {"width": 128, "depth": 3}, {}),
 }
 ARRANGEMENTS = ((1, 1), (1, 2), (2, 1))  # ranks, and threads of each
 CASES = {}
 for title, work in WORKS.items():
     for ranks, threads in ARRANGEMENTS:
-        if work.method != "waiting" or threads == 1:
-            CASES[f"{title}; {ranks} × {threads}"] = (work, ranks, threads, False)
+        CASES[f"{title}; {ranks} × {threads}"] = (work, ranks, threads, False)
         if work.method == "fedavg" and not work.privacy and threads == 1 and find_spec("pfl"):
             CASES[f"{title}, pfl-research; {ranks} × 1"] = (work, ranks, 1, True)
 
@@ -221,12 +185,7 @@ def settings_of(work: Work, clients: int, options: argparse.Namespace) -> RunSet
         "privacy": dict(work.privacy or {}),
         "data": {"encoder": work.encoder},
     }
-    if work.method != "waiting":
-        return resolve(sections)
-    settings = resolve({**sections, "run": {**sections["run"], "method": "fedavg"}})
-    return settings.__class__(
-        Waiting(), rounds=rounds, model=settings.model, partition=settings.partition, device="cpu"
-    )
+    return resolve(sections)
 
 
 def measure(case: tuple[Work, int, int, bool], options: argparse.Namespace) -> dict[str, Any]:
@@ -236,9 +195,7 @@ def measure(case: tuple[Work, int, int, bool], options: argparse.Namespace) -> d
         return launched(ranks)
     torch.set_num_threads(threads)
     keep_large_allocations()
-    clients = work.clients or ranks
-    if options.quick:
-        clients = min(clients, 4)
+    clients = min(work.clients, 4) if options.quick else work.clients
     if is_pfl:
         times = pfl_times(work, clients, 2 if options.quick else work.rounds)
     else:

@@ -40,7 +40,7 @@ def _complete(row: Row) -> bool:
 
 @table("ranks")
 def _ranks() -> str:
-    """Seconds, times one thread's speed, and memory; exchanges have no second thread."""
+    """Seconds, times one thread's speed, and memory; pfl-research has no second thread."""
     rows = {row["case"]: row for row in lines("ranks")}
     body = []
     for title in dict.fromkeys(name.split(";")[0] for name in rows):
@@ -116,16 +116,14 @@ def _private_steps() -> list[float]:
 @sentence(
     DOCUMENT,
     "takes {:.3f} seconds in the plain loop, {:.3f} in fp32 and {:.3f} in bf16 with `--compile "
-    "on`. A single client leaves the GPU mostly idle: {:.0f} % of the speed of convolutions. "
-    "`residual` takes {:.2f} times",
+    "on`. `residual` takes {:.2f} times",
 )
 def _on_gpu() -> list[float]:
     row = case("condense", "mnist", machine="NVIDIA")
     engines = ("reference", "engine fp32", "engine bf16 compiled")
     seconds = [row["seconds per step"][engine] for engine in engines]
-    share = 100 * row["share of the floor"]["engine bf16 compiled"]
     private = case("dp_step", "residual", machine="NVIDIA")["residual over non-private"]["fp32"]
-    return [*seconds, share, private]
+    return [*seconds, private]
 
 
 @table("speedups")
@@ -198,10 +196,7 @@ def _rounds() -> list[float]:
 
 @sentence(
     DOCUMENT,
-    "FedStats on Fashion-MNIST takes {:.0f} CPU seconds, {:.0f} with `--encoder-cache`. `fedsynth "
-    "methods` takes {:.1f}, the README's first command {:.1f}.",
+    "FedStats on Fashion-MNIST takes {:.0f} CPU seconds, {:.0f} with `--encoder-cache`.",
 )
 def _commands() -> list[float]:
-    fedstats = case("commands", "FedStats on Fashion-MNIST")["CPU seconds"].values()
-    start = case("commands", "start")["CPU seconds"]
-    return [*fedstats, start["methods"], start["train --method feddm --dp-sigma 3"]]
+    return list(case("commands", "FedStats on Fashion-MNIST")["CPU seconds"].values())
