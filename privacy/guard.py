@@ -229,6 +229,7 @@ class UpdateGuard:
         public = {name: _tensor(name, value) for name, value in received.items()}
         trained = {name: _tensor(name, value) for name, value in answer.items()}
         self._check_same(public, trained)
+        self._note_unmatched(public)
         names = [name for name, array in public.items() if self._released(name, array)]
         leaving = {name: torch.zeros_like(t) if difference else t for name, t in public.items()}
         if names:
@@ -254,6 +255,16 @@ class UpdateGuard:
         patterns = (COUNTS, *self.settings.left_out)
         public = any(fnmatchcase(name, pattern) for pattern in patterns)
         return received.is_floating_point() and received.numel() > 0 and not public
+
+    def _note_unmatched(self, received: Mapping[str, Tensor]) -> None:
+        """Warns of patterns in `left_out` that match no array, whose arrays may be released."""
+        for pattern in self.settings.left_out:
+            if not any(fnmatchcase(name, pattern) for name in received):
+                _LOGGER.warning(
+                    "no array of the request matches the pattern %r in left_out of guard.toml. "
+                    "Correct the pattern if it should match",
+                    pattern,
+                )
 
     def _check_same(self, received: Mapping[str, Tensor], answer: Mapping[str, Tensor]) -> None:
         for name in sorted(received.keys() | answer.keys()):

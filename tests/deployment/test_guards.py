@@ -432,7 +432,13 @@ class Kind(StrEnum):
 
 class Filter:
     def __init__(self, **_: Any) -> None:
-        pass
+        self.props: dict[str, Any] = {}
+
+    def get_prop(self, name: str, default: Any = None) -> Any:
+        return self.props.get(name, default)
+
+    def set_prop(self, name: str, value: Any) -> None:
+        self.props[name] = value
 
     def log_error(self, context: Any, text: str) -> None:
         print(text)
@@ -443,7 +449,8 @@ class TaskContext:
 
     def __init__(self) -> None:
         self.props: dict[str, Any] = {}
-        self.events = SimpleNamespace(ready=True)
+        self.sent_events: list[Any] = []
+        self.events = SimpleNamespace(fire_and_forget_request=self.sent_events.append)
         self.sends_logs = False
 
     def get_prop(self, name: str, default: Any = None) -> Any:
@@ -473,7 +480,7 @@ def nvflare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         codes = SimpleNamespace(
             OK="OK", EXECUTION_EXCEPTION="EXECUTION_EXCEPTION", TASK_RESULT_FILTER_ERROR="REFUSED"
         )
-        keys = SimpleNamespace(FILTER_DIRECTION="direction", TASK_NAME="task")
+        keys = SimpleNamespace(FILTER_DIRECTION="direction", TASK_NAME="task", SCOPE_OBJECT="s")
         meta = SimpleNamespace(INITIAL_METRICS="initial_metrics")
         constants = {
             "FilterKey": SimpleNamespace(IN="in", OUT="out"),
@@ -486,6 +493,13 @@ def nvflare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             {
                 "nvflare.apis.dxo": parts,
                 "nvflare.apis.dxo_filter": {"DXOFilter": Filter},
+                "nvflare.apis.event_type": {
+                    "EventType": SimpleNamespace(ABOUT_TO_START_RUN="about", START_RUN="start")
+                },
+                "nvflare.apis.filter": {
+                    "FilterChainType": SimpleNamespace(TASK_DATA_CHAIN="data"),
+                    "FilterContextKey": SimpleNamespace(CHAIN_TYPE="chain"),
+                },
                 "nvflare.apis.fl_constant": constants,
                 "nvflare.apis.fl_context": {"FLContext": object},
                 "nvflare.apis.shareable": {"Shareable": Shareable, "make_reply": reply},
@@ -507,13 +521,15 @@ def result_of(module: Any, folder: Path, result: Any, number: int = 0) -> Any:
     context = TaskContext()
     kinds = module.DataKind
     guard = module.GuardFilter(str(folder))
+    guard.handle_event(module.EventType.ABOUT_TO_START_RUN, context)
     data = {"w": np.zeros(4, np.float32)}
     task = module.DXO(kinds.WEIGHTS, data).to_shareable()
     task.set_header(module.AppConstants.CURRENT_ROUND, number)
     context.set_prop(module.FLContextKey.TASK_NAME, "train")
     context.set_prop(module.FLContextKey.FILTER_DIRECTION, module.FilterKey.IN)
     assert guard.process(task, context) is task
-    assert not context.events.ready  # events pass no filter
+    context.events.fire_and_forget_request("examples: 312")
+    assert not context.sent_events  # events pass no filter
     data["w"] += 1e6
     context.set_prop(module.FLContextKey.FILTER_DIRECTION, module.FilterKey.OUT)
     return guard.process(result, context)
@@ -582,11 +598,53 @@ def test_nvflare_sites_that_send_logs_get_no_task(nvflare: Any, folder: Path) ->
         nvflare.GuardFilter(str(folder)).process(nvflare.Shareable(), context)
 
 
+def test_nvflare_sites_that_send_events_get_no_task(nvflare: Any, folder: Path) -> None:
+    """Regression: a job's events before its first task reached the server."""
+    context = TaskContext()
+    context.set_prop(nvflare.FLContextKey.FILTER_DIRECTION, nvflare.FilterKey.IN)
+    guard = nvflare.GuardFilter(str(folder))
+    guard.handle_event(nvflare.EventType.START_RUN, context)
+    with raises(MessageError, "guard.events"):
+        guard.process(nvflare.Shareable(), context)
+    guard.handle_event(nvflare.EventType.ABOUT_TO_START_RUN, context)
+    guard.process(nvflare.Shareable(), context)
+
+
+@pytest.mark.parametrize("lacking", ["task_data_filters", "task_result_filters"])
+def test_nvflare_sites_without_a_filter_get_no_task(
+    nvflare: Any, folder: Path, lacking: str
+) -> None:
+    guard, context = nvflare.GuardFilter(str(folder)), TaskContext()
+    guard.handle_event(nvflare.EventType.ABOUT_TO_START_RUN, context)
+    context.set_prop(nvflare.FLContextKey.FILTER_DIRECTION, nvflare.FilterKey.IN)
+    filters = {
+        name: {nvflare.FilterKey.IN: [guard], nvflare.FilterKey.OUT: [guard]}
+        for name in ("task_data_filters", "task_result_filters")
+    }
+    context.set_prop(nvflare.FLContextKey.SCOPE_OBJECT, SimpleNamespace(**filters))
+    guard.process(nvflare.Shareable(), context)
+    filters[lacking][nvflare.FilterKey.OUT].clear()
+    with raises(MessageError, "guard.filters"):
+        guard.process(nvflare.Shareable(), context)
+
+
+def test_nvflare_tasks_for_other_sites_are_refused(nvflare: Any, folder: Path) -> None:
+    """Regression: swarm learning sent a site's update to another site as a task."""
+    context = TaskContext()
+    context.set_prop(nvflare.FLContextKey.FILTER_DIRECTION, nvflare.FilterKey.OUT)
+    guard = nvflare.GuardFilter(str(folder))
+    key = nvflare.FilterContextKey.CHAIN_TYPE
+    guard.set_prop(key, nvflare.FilterChainType.TASK_DATA_CHAIN)
+    with raises(MessageError, "guard.peer"):
+        guard.process(nvflare.Shareable(), context)
+
+
 @pytest.mark.parametrize("sends_logs", [False, True])
 def test_nvflare_policy_of_the_page_guards_a_site(folder: Path, *, sends_logs: bool) -> None:
     """NVFlare builds the filters from the page's privacy.json, and applies them to a task."""
     installed("nvflare")
     from nvflare.apis.dxo import DXO, DataKind, from_shareable
+    from nvflare.apis.event_type import EventType
     from nvflare.apis.fl_constant import FLContextKey
     from nvflare.apis.fl_context import FLContextManager
     from nvflare.apis.utils.task_utils import apply_filters
@@ -602,8 +660,10 @@ def test_nvflare_policy_of_the_page_guards_a_site(folder: Path, *, sends_logs: b
     resources = json.dumps({"allow_log_streaming": sends_logs})
     (folder / "local" / "resources.json").write_text(resources)
     manager = create_privacy_manager(Workspace(str(folder), "site-1"), names_only=False)
-    engine = TaskContext().get_engine()
-    context = FLContextManager(engine, "site-1", "job").new_context()
+    site = TaskContext()
+    context = FLContextManager(site.get_engine(), "site-1", "job").new_context()
+    for component in manager.components.values():
+        component.handle_event(EventType.ABOUT_TO_START_RUN, context)
     private = {
         FLContextKey.SCOPE_OBJECT: manager.get_scope(""),
         FLContextKey.WORKSPACE_ROOT: str(folder),
@@ -622,6 +682,8 @@ def test_nvflare_policy_of_the_page_guards_a_site(folder: Path, *, sends_logs: b
             filtered(Scope.TASK_DATA_FILTERS_NAME, 0, "in")
         return
     filtered(Scope.TASK_DATA_FILTERS_NAME, 0, "in")
+    with raises(MessageError, "guard.peer"):
+        filtered(Scope.TASK_DATA_FILTERS_NAME, 1e6, "out")
     answer = from_shareable(filtered(Scope.TASK_RESULT_FILTERS_NAME, 1e6, "out"))
     assert np.abs(answer.data["w"]).max() < 20
     assert rows(folder, "site-1") == 1

@@ -147,6 +147,16 @@ def test_update_that_is_not_finite_contributes_zero(
     assert rows(tmp_path) == 1
 
 
+def test_left_out_patterns_without_an_array_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clinic = make(tmp_path, 'noise_multiplier = 3\nleft_out = ["bn.*", "*.runing_var"]')
+    arrays = {"w": np.zeros(2), "bn.running_var": np.ones(2)}
+    clinic.protect([0], arrays, arrays)
+    assert "'*.runing_var'" in caplog.text
+    assert "'bn.*'" not in caplog.text
+
+
 def test_counts_and_left_out_arrays_are_those_received(tmp_path: Path, without_noise: None) -> None:
     clinic = make(tmp_path, 'noise_multiplier = 3\nleft_out = ["*.running_var"]')
     received = {
