@@ -41,12 +41,6 @@ def _fashion() -> str:
     return markdown(["method", "accuracy", "floats uploaded per round"], body)
 
 
-@sentence(DOCUMENT, "on held-out images ({:.0f}, {:.0f} and {:.0f} %)")
-def _fedavg_rates() -> list[float]:
-    rows = by_key("fashion_table")
-    return [100 * rows[f"tune fedavg lr={rate}"]["accuracy"] for rate in ("0.001", "0.01", "0.1")]
-
-
 @table("feddm-readings")
 def _readings() -> str:
     names = dict.fromkeys(key.rsplit(" seed=")[0] for key in by_key("feddm_readings"))

@@ -107,23 +107,15 @@ def _precision_differences() -> list[float]:
     return numbers
 
 
-@sentence(DOCUMENT, "`residual` takes {:.2f} times the non-private step ({:.2f} in bf16).")
-def _private_steps() -> list[float]:
-    ratios = case("dp_step", "residual")["residual over non-private"]
-    return [ratios["fp32"], ratios["bf16"]]
-
-
 @sentence(
     DOCUMENT,
     "takes {:.3f} seconds in the plain loop, {:.3f} in fp32 and {:.3f} in bf16 with `--compile "
-    "on`. `residual` takes {:.2f} times",
+    "on`.",
 )
 def _on_gpu() -> list[float]:
     row = case("condense", "mnist", machine="NVIDIA")
     engines = ("reference", "engine fp32", "engine bf16 compiled")
-    seconds = [row["seconds per step"][engine] for engine in engines]
-    private = case("dp_step", "residual", machine="NVIDIA")["residual over non-private"]["fp32"]
-    return [*seconds, private]
+    return [row["seconds per step"][engine] for engine in engines]
 
 
 @table("speedups")
