@@ -148,8 +148,8 @@ def protected(
     if trained and (len(received), len(trained)) != (1, 1):
         raise MessageError(
             f"the request has {len(received)} array records and the answer has {len(trained)}, but "
-            "each must have exactly one. Send one model in both (initial_parameters of the server's "
-            "strategy)"
+            "each must have exactly one. Send one model in both (initial_parameters of the "
+            "server's strategy)"
         ).with_code("guard.arrays")
     records, leaving = _records(received_content), RecordDict()
     for name, kind in records.items():
