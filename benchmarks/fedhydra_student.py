@@ -39,6 +39,11 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "literal": ("fedhydra", {**SERVER, **LITERAL}),
     "pool": ("fedhydra", SERVER),
 }
+# The pool with the floor and the rate that stratification had as earlier defaults.
+STRATIFICATION: dict[str, tuple[str, dict[str, Any]]] = {
+    "floor 0.001": ("fedhydra", {**SERVER, "stratification_floor": 0.001}),
+    "rate 0.01": ("fedhydra", {**SERVER, "stratification_lr": 0.01}),
+}
 PARTITIONS: dict[str, dict[str, Any]] = {
     "2 classes per client": {"kind": "classes", "classes_per_client": 2},
     "dirichlet(0.1)": {"kind": "dirichlet", "alpha": 0.1},
@@ -64,11 +69,14 @@ def small_images(dataset: str, seed: int, network: str) -> tuple[ImageData, Imag
 def main() -> None:
     torch.set_num_threads(1)
     (dataset,) = sys.argv[1:]
-    for partition, seed, network, name in product(PARTITIONS, SEEDS, NETWORKS, METHODS):
+    methods = {**METHODS, **STRATIFICATION}
+    for partition, seed, network, name in product(PARTITIONS, SEEDS, NETWORKS, methods):
+        if name in STRATIFICATION and network != "public":
+            continue
         key = f"{dataset} {partition}, {network} {name} seed={seed}"
         if key in {row["key"] for row in lines("fedhydra_student")}:
             continue
-        method, changes = METHODS[name]
+        method, changes = methods[name]
         settings = resolve(
             {
                 "run": {"method": method, "rounds": 1, "seed": seed},

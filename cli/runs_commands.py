@@ -329,15 +329,10 @@ def _print_comparison(table: Preset, lines: Sequence[Line]) -> None:
 
 def _print_judgements(judged: Sequence[Judgement]) -> None:
     """Prints a table on stdout that gives the verdict on each claim of the paper."""
-    from fedsynth.experiments.comparison import format_number
-    from fedsynth.results.finished import Spread
-
-    rows = [["claim", "data", "deciding difference", "seeds", "verdict"]]
+    rows = [["claim", "data", "published", "deciding difference", "seeds", "verdict"]]
     for entry in judged:
-        rival, differences = entry.closest, entry.differences[entry.closest]
-        difference = f"{format_number(*Spread.of(differences))} ({rival})"
-        row = [entry.claim.text, entry.data, difference, str(len(differences)), entry.verdict]
-        rows.append(row)
+        row = [entry.claim.text, entry.data, entry.published_difference, entry.deciding_difference]
+        rows.append([*row, str(len(entry.differences[entry.closest])), entry.verdict])
     if judged:
         print()
         _print_table(rows)

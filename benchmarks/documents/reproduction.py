@@ -8,7 +8,6 @@ import statistics
 from typing import Any
 
 from fedsynth.experiments.comparison import (
-    Judgement,
     Line,
     changed_settings,
     format_number,
@@ -17,15 +16,19 @@ from fedsynth.experiments.comparison import (
 )
 from fedsynth.experiments.presets import cell_words, preset
 from fedsynth.experiments.runner import rows_by_hash
-from fedsynth.results.finished import Spread
 from library import RESULTS
 from library.pages import markdown, sentence, table
-from library.rows import READ, REPRODUCTION, Row, case, percents
+from library.rows import NOTHING, READ, REPRODUCTION, Row, case, percents
 from library.rows import lines as rows_of
 
 DOCUMENT = "docs/reproduction.md"
 MARKS = {"above": " ↑", "below": " ↓"}
 MODELS = ("aca", "oca")
+# The methods of benchmarks/fedhydra_student.py.
+STUDENTS = {
+    **{"fedavg": "FedAvg", "dense": "DENSE", "literal": "literal loop", "pool": "pool"},
+    **{"floor 0.001": "floor 0.001", "rate 0.01": "rate 0.01"},
+}
 SMALL = ("feddm:table2", "fedaf:table1", "fedkf:table5", "fedhydra:table1", "fedhydra:table2")
 
 # The network and the loop of FedHydra's rows at full size, which were the defaults.
@@ -154,6 +157,21 @@ def _fedfa() -> str:
     return markdown(["method", "published", "here", "least", "most"], body)
 
 
+@table("reproduction-sizes")
+def _sizes() -> str:
+    """What is smaller in the small editions, and the hours that all runs took."""
+    seconds: dict[str, float] = {}
+    for row in _rows().values():
+        if not row["changes"]:
+            seconds[row["preset"]] = seconds.get(row["preset"], 0) + row["seconds"]
+    body = []
+    for name in SMALL:
+        paper = preset(name).source.partition(" ")[0]
+        title, hours = preset(name).editions["small"].title, seconds[f"{name}-small"] / 3600
+        body.append([f"{paper}, {preset(name).table}", title, f"{hours:.1f}"])
+    return markdown(["table", "size", "hours"], body)
+
+
 @table("reproduction-claims")
 def _claims() -> str:
     """The verdicts on the core papers' claims, by the finished runs of the small editions."""
@@ -165,23 +183,17 @@ def _claims() -> str:
             counts = [len(values) for values in entry.differences.values()]
             if min(counts):
                 stated = f"{entry.claim.text} ({entry.claim.source.rpartition(', ')[2]})"
-                difference = _deciding(entry)
+                difference = entry.deciding_difference
                 if min(counts) < table.seeds:
                     difference += f", {min(counts)} seeds"
-                texts = [entry.data, difference, entry.verdict]
+                texts = [entry.data, entry.published_difference, difference, entry.verdict]
                 own = ["", ""]
                 if other.differences != entry.differences:
-                    own = [_deciding(other), other.verdict]
+                    own = [other.deciding_difference, other.verdict]
                 body.append(["" if stated == before else stated, *texts, *own])
                 before = stated
-    head = ["claim", "data", "deciding difference", "verdict"]
+    head = ["claim", "data", "paper", "here", "verdict"]
     return markdown([*head, "averaged students", "verdict"], body)
-
-
-def _deciding(entry: Judgement) -> str:
-    """Returns the difference that decides the verdict, with the rival."""
-    spread = format_number(*Spread.of(entry.differences[entry.closest]))
-    return f"{spread} ({entry.closest})"
 
 
 @table("reproduction-curves")
@@ -269,22 +281,25 @@ def _gain_of_few() -> list[float]:
 
 @table("reproduction-student")
 def _student() -> str:
-    """FedHydra's student on held-out images: the accuracy of the last epoch's and of averaged
+    """FedHydra's student on held-out images: means over seeds of the last epoch's and of averaged
     weights."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, list[list[float]]]] = {}
     for row in rows_of("fedhydra_student"):
-        data, _, seed = row["key"].rpartition(" seed=")
-        data, _, method = data.rpartition(" ")
+        place, _, _ = row["key"].rpartition(" seed=")
+        data, _, words = place.rpartition(", ")
+        network, _, method = words.partition(" ")
         entries = [row["accuracy"]] if "accuracy" in row else [row["curve"][-1]]
         if "curve" in row:
             entries.append(row["average"])
-        text = " / ".join(format(100 * entry, ".1f") for entry in entries)
-        data = data.replace("2 classes per client", "2c/c")
-        found.setdefault(f"{data}, seed {seed}", {})[method] = text
-    names = ("fedavg", "dense", "literal", "pool")
-    body = [
-        [data, *(by[name] for name in names)]
-        for data, by in sorted(found.items())
-        if by.keys() >= set(names)
-    ]
-    return markdown(["data", "FedAvg", "DENSE", "literal loop", "pool"], body)
+        name = f"{data.replace('2 classes per client', '2c/c')}, {network}"
+        found.setdefault(name, {}).setdefault(method, []).append(entries)
+    body = []
+    for data, by in sorted(found.items()):
+        texts = []
+        for method in STUDENTS:
+            means = [statistics.mean(values) for values in zip(*by.get(method, []), strict=True)]
+            count = len(by.get(method, []))
+            seeds = " (1)" if count == 1 else ""
+            texts.append(" / ".join(f"{100 * mean:.1f}" for mean in means) + seeds or NOTHING)
+        body.append([data, *texts])
+    return markdown(["data, network", *STUDENTS.values()], body)

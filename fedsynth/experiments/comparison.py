@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import filterfalse, product
 
 from scipy.special import stdtrit
@@ -233,11 +233,13 @@ class Judgement:
         data: the data set and the partition.
         differences: the metric's differences by rival, one for each seed that both methods have.
             Positive differences support the claim.
+        published: the paper's difference from the best rival. None if a number is missing.
     """
 
     claim: presets.Claim
     data: str
     differences: Mapping[str, Sequence[float]]
+    published: float | None
 
     @property
     def closest(self) -> str:
@@ -247,6 +249,25 @@ class Judgement:
         """
         bound = 1 if self.verdict == FAILS else 0
         return min(self.differences, key=lambda rival: interval(self.differences[rival])[bound])
+
+    @property
+    def published_difference(self) -> str:
+        """The paper's difference from the best rival, as text."""
+        return self._text(Spread(self.published, None))
+
+    @property
+    def deciding_difference(self) -> str:
+        """The mean difference from the deciding rival, ± half its interval's width, and its name.
+
+        There is no width for fewer than two seeds.
+        """
+        differences = self.differences[self.closest]
+        low, high = interval(differences)
+        width = (high - low) / 2 if math.isfinite(high) else None
+        return f"{self._text(Spread(Spread.of(differences).mean, width))} ({self.closest})"
+
+    def _text(self, difference: Spread) -> str:
+        return difference.format(1.0, 4 if self.claim.metric == "fm" else 2)
 
     @property
     def verdict(self) -> str:
@@ -292,25 +313,34 @@ def judgements(
         changes: the runs' changed settings.
         averaged: whether averaged students replace the last ones of the methods that have them.
     """
-    values: dict[tuple[str, str], dict[tuple[str, str], Mapping[int, float]]] = {}
+    places: dict[tuple[str, str], dict[tuple[str, str], Line]] = {}
     for cell in filterfalse(table.refusal, table.cells):
-        place = values.setdefault((cell.dataset, cell.partition), {})
+        place = places.setdefault((cell.dataset, cell.partition), {})
         for line in lines(table, [cell], range(table.seeds), rows, changes):
             students = line.averaged_values if averaged else {}
-            place[cell.method, line.number.metric] = {**line.values, **students}
+            line = replace(line, values={**line.values, **students})
+            place[cell.method, line.number.metric] = line
     result = []
-    for claim, (data, measurements) in product(table.claims, values.items()):
+    for claim, (data, measured_lines) in product(table.claims, places.items()):
         names = [(method, claim.metric) for method in (claim.ahead, *claim.of)]
-        if measurements.keys() >= set(names):
-            ahead = measurements[names[0]]
-            differences = {}
-            for rival, name in zip(claim.of, names[1:], strict=True):
-                rivals = measurements[name]
-                seeds = ahead.keys() & rivals.keys()
-                sign = -1 if claim.lower else 1
-                differences[rival] = [sign * (ahead[k] - rivals[k]) for k in sorted(seeds)]
-            result.append(Judgement(claim, " ".join(data), differences))
+        if measured_lines.keys() >= set(names):
+            ahead, *rivals = (measured_lines[name] for name in names)
+            result.append(_judgement(claim, " ".join(data), ahead, rivals))
     return result
+
+
+def _judgement(claim: presets.Claim, data: str, ahead: Line, rivals: Sequence[Line]) -> Judgement:
+    """Returns the judgement on a claim's methods, whose rivals are in the order of `claim.of`."""
+    sign = -1 if claim.lower else 1
+    differences, published = {}, []
+    for name, rival in zip(claim.of, rivals, strict=True):
+        seeds = sorted(ahead.values.keys() & rival.values.keys())
+        differences[name] = [sign * (ahead.values[k] - rival.values[k]) for k in seeds]
+        ours, others = ahead.number.value, rival.number.value
+        if ours is not None and others is not None:
+            published.append(sign * (ours - others))
+    least = min(published) if len(published) == len(rivals) else None
+    return Judgement(claim, data, differences, least)
 
 
 def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
