@@ -51,7 +51,7 @@ def _accuracy() -> str:
 @table("patients")
 def _patients() -> str:
     body = []
-    for count, classes in ((60, 2), (250, 2), (60, 10), (250, 10), (1400, 10)):
+    for count, classes in ((60, 2), (60, 10), (250, 10), (1400, 10)):
         for method in ("FedDM", "FedStats"):
             key = f"{method.lower()} {classes=} patients={count}"
             keys = [f"{key} eps={epsilon}" for epsilon in (1, 3, 8)]
@@ -151,10 +151,6 @@ def _bound(name: str, bound: str, epsilon: int = 3) -> str:
     return f"{statistics.mean(row['bounds'][bound] for row in rows):.2f}"
 
 
-def _refuted(rows: list[dict[str, Any]]) -> str:
-    return f"{sum(row['refuted'] for row in rows)} of {len(rows)}" if rows else ""
-
-
 @table("audits")
 def _audit_bounds() -> str:
     columns = [*BOUNDS, "Gaussian pair at ε = 1"]
@@ -169,9 +165,12 @@ def _audit_bounds() -> str:
 
 @table("audit-faults")
 def _audit_faults() -> str:
-    same = dict(zip(AUDITED, AUDITED, strict=True))
-    twins = {twin: twin for twin in ("honest", *FAULTS)}
-    return pivot("mechanism", same, twins, lambda name, twin: _refuted(_audits(name, twin)))
+    """The refuted audits of all mechanisms together."""
+    body = []
+    for twin in ("honest", *FAULTS):
+        rows = [row for name in AUDITED for row in _audits(name, twin)]
+        body.append([twin, f"{sum(row['refuted'] for row in rows)} of {len(rows)}"])
+    return markdown(["mechanism", "refuted"], body)
 
 
 @sentence("README.md", "2 log(1/δ)/σ² = {:.2f} for σ = 3")

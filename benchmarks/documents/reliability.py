@@ -10,7 +10,7 @@ from library.pages import markdown, pivot, table
 from library.rows import lines, spread_of
 
 RULES = {"average": "none", "`median`": "median", "`trimmed`": "trimmed", "`clip`": "clip"}
-ATTACKS = {"no attack": "none", "sign flipped, scaled by 5": "sign", "scaled by 100": "scale"}
+ATTACKS = {"no attack": "none", "sign flipped, scaled by 5": "sign"}
 
 
 def _robust(alpha: str) -> str:

@@ -69,10 +69,9 @@ def _fedaf() -> str:
 def _fedaf_full_size() -> str:
     body = []
     for key, row in by_key("fedaf_full_size").items():
-        if key.startswith("without"):
-            continue
+        name = key.removesuffix(" seed=0").replace("without", "FedAF without")
         accuracies = [f"{100 * accuracy:.1f}" for accuracy in row["curve"]]
-        body.append([key.removesuffix(" seed=0"), *accuracies, *[NOTHING] * (6 - len(accuracies))])
+        body.append([name, *accuracies, *[NOTHING] * (6 - len(accuracies))])
     return markdown(["round", *"123456"], body)
 
 
@@ -116,19 +115,6 @@ def _fedaf_held_out() -> str:
 def _start_images() -> list[float]:
     keys = [f"round 1: FedAF{start}, Dir(0.02)" for start in ("", ", from single images")]
     return [accuracy for key in keys for accuracy in percents("fedaf_readings", key, range(2))]
-
-
-@table("fedkf")
-def _fedkf() -> str:
-    body = []
-    for title, final in product(("FedAvg", "FedKF⁻", "FedKF"), ("aca", "oca")):
-        key = f"{title.replace('⁻', '-')} alpha=0.1"
-        local = f"rows.-1.models.{final}.local"
-        amp, wlp = (
-            percents("fedkf_table", key, FIVE, f"{local}.{metric}") for metric in ("amp", "wlp")
-        )
-        body.append([f"{title} ({final.upper()})", spread(amp, 5), spread(wlp, 5, 1)])
-    return markdown(["Dir(0.1)", "AMP", "WLP"], body)
 
 
 ONE_SHOT = {

@@ -31,9 +31,9 @@ from fedsynth.methods.statistics.moments import step_rate, target_norm
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
 from grids import fedstats_table
+from library.dictionary import learn_dictionary
 from library.grid import Cell, Grid, Row
 from library.runs import tuning_data
-from random_process import learn_dictionary
 
 CLIENTS, ROUNDS = 10, 32
 DEFAULT = FedStats()

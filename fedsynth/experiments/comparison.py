@@ -336,11 +336,11 @@ def _judgement(claim: presets.Claim, data: str, ahead: Line, rivals: Sequence[Li
     for name, rival in zip(claim.of, rivals, strict=True):
         seeds = sorted(ahead.values.keys() & rival.values.keys())
         differences[name] = [sign * (ahead.values[k] - rival.values[k]) for k in seeds]
-        ours, others = ahead.number.value, rival.number.value
-        if ours is not None and others is not None:
-            published.append(sign * (ours - others))
-    least = min(published) if len(published) == len(rivals) else None
-    return Judgement(claim, data, differences, least)
+        value, rival_value = ahead.number.value, rival.number.value
+        if value is not None and rival_value is not None:
+            published.append(sign * (value - rival_value))
+    smallest = min(published) if len(published) == len(rivals) else None
+    return Judgement(claim, data, differences, smallest)
 
 
 def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:

@@ -333,7 +333,7 @@ def test_dictionary_features_equal_numpy() -> None:
 
 def test_dictionary_depends_only_on_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    training: Any = importlib.import_module("random_process")
+    training: Any = importlib.import_module("library.dictionary")
     rng_state = torch.random.get_rng_state()
     recipe = {"images": 32, "patches": 2000, "atoms": 12, "rounds": 4}
     first, second = (training.learn_dictionary(**recipe) for _ in range(2))
