@@ -582,6 +582,9 @@ def test_claims_hold_if_interval_of_every_rival_excludes_zero() -> None:
     assert (wide.verdict, wide.closest) == (comparison.FAILS, "scaffold")  # not the widest interval
     assert judged(0.0130, scaffold=[0.4]).verdict == comparison.UNRESOLVED  # a single seed
     assert mixed.data == "mnist dirichlet(0.1)"
+    assert judged(0.0130).deciding_difference == "1.30 ± 1.24 (fedavg)"
+    assert judged(0.0130, scaffold=[0.4]).deciding_difference == "10.04 (scaffold)"  # of seed 0
+    assert mixed.published_difference == "0.35"  # 98.67 of FedDM, 98.32 of SCAFFOLD
     smaller = replace(table, claims=(replace(table.claims[0], lower=True),))
     values = {"feddm": [0.4] * 5, **{name: [0.5, 0.51, 0.5, 0.51, 0.5] for name in rivals}}
     rows = claim_rows(table, values)
