@@ -39,8 +39,6 @@ def _random_process() -> list[float]:
 def _large_data() -> str:
     files = ("npy", "parquet", "png", "npy, scattering")
     columns = {
-        "images, MB": ("mib", 2**20 / 1e6),
-        "vectors, MB": ("vectors_mib", 2**20 / 1e6),
         "anonymous memory, MB": ("anonymous_peak_mib", 2**20 / 1e6),
         "reading, CPU seconds": ("read_seconds", 1),
         "encoding": ("encode_seconds", 1),

@@ -22,9 +22,8 @@ def _owner() -> str:
         release, epoch = row["seconds_a_release"], row["seconds_an_epoch"]
         sizes = [f"{row[size]:,}" for size in ("images", "side", "classes", "width")]
         total = _duration(RELEASES * release + EPOCHS * epoch)
-        body.append([*sizes, f"{release:.2f} s", f"{1000 * epoch:.0f} ms", total])
-    head = ["images", "pixels a side", "classes", "width", "per release", "per epoch", "total"]
-    return markdown(head, body)
+        body.append([*sizes, total])
+    return markdown(["images", "pixels a side", "classes", "width", "time"], body)
 
 
 @sentence("docs/how-long.md", "five rounds take {:.0f} minutes with FedDM")
