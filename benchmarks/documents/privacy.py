@@ -105,17 +105,8 @@ def _evidence() -> str:
     for (title, dataset), (way, words) in product(sorted(DATASETS.items()), SETS.items()):
         rows = [row for row in lines("evidence") if row["key"].startswith(f"{dataset} {way} ")]
         attacks = [*_attacked(rows, "membership"), *_attacked(rows, "site_inference")]
-        fid = statistics.mean(row["fid"] for row in rows)
-        body.append([title, words, *attacks, f"{fid:.1f}"])
-    heads = [
-        "data",
-        "set",
-        "nearer to training",
-        "above chance",
-        "owner told",
-        "above chance",
-        "FID",
-    ]
+        body.append([title, words, *attacks])
+    heads = ["data", "set", "nearer to training", "above chance", "owner told", "above chance"]
     return markdown(heads, body)
 
 

@@ -33,7 +33,5 @@ def _load() -> str:
         active = rows[-1]["active"]
         peak = statistics.mean(row["peak_mib"] for row in rows)
         seconds = statistics.mean(row["seconds"] / row["rounds"] / active for row in rows)
-        texts = [f"{clients:,}", str(active), f"{peak:.0f}", f"{1000 * seconds:.1f}"]
-        body.append([share, *texts])
-    head = ["participation", "clients", "active", "peak, MiB", "ms per client and round"]
-    return markdown(head, body)
+        body.append([share, f"{clients:,}", f"{peak:.0f}", f"{1000 * seconds:.1f}"])
+    return markdown(["active", "clients", "peak, MiB", "ms per client and round"], body)

@@ -250,6 +250,15 @@ def test_reproduce_runs_changed_cell(fedsynth: Call, tmp_path: Path) -> None:
     assert "not begun" in whole.stderr
 
 
+def test_claims_are_not_judged_with_changed_methods(fedsynth: Call, tmp_path: Path) -> None:
+    """Regression: another method of the claims, which lacks the setting, ended the command."""
+    line = f"reproduce feddm:table2 --edition small --method feddm --output {tmp_path / 'found'}"
+    assert "FedDM is ahead of every baseline" in fedsynth(f"{line} --time-budget 0").stdout
+    changed = fedsynth(f"{line} --time-budget 0 --set image_dtype=uint8").ok
+    assert "not run" in changed.stdout
+    assert "ahead" not in changed.stdout
+
+
 def test_reproduce_reports_failed_runs_and_ineffective_options(
     fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
