@@ -332,9 +332,11 @@ def _print_judgements(judged: Sequence[Judgement]) -> None:
     """Prints a table on stdout that gives the verdict on each claim of the paper."""
     rows = [["claim", "data", "published", "deciding difference", "seeds", "verdict"]]
     for entry in judged:
-        row = [entry.claim.text, entry.data, entry.published_difference, entry.deciding_difference]
-        rows.append([*row, str(len(entry.differences[entry.closest])), entry.verdict])
-    if judged:
+        seeds = len(entry.differences[entry.closest])
+        if seeds:
+            row = [entry.claim.text, entry.data, entry.published_difference]
+            rows.append([*row, entry.deciding_difference, str(seeds), entry.verdict])
+    if len(rows) > 1:
         print()
         _print_table(rows)
 

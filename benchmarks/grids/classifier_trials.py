@@ -1,12 +1,11 @@
 """FedStats' classifier on CIFAR-10 at ε = 1: what was tried, on 5,000 held-out training images.
 
 `CHANGES` repeat the releases of `FedStats` on kept feature vectors: a clipped centre, then 32
-clipped gradients with momentum (δ = 1e-5; the noise of ten clients, or of one, as with aggregated
-noise). Trials that use the true covariance, or less noise than ε = 1 needs, are not private: they
-bound what better statistics or less noise can give. `dictionary of 512` compares patches with 512
-instead of 96 vectors, learned in the same way. `RUNS` are runs of the method itself, of which
-`product` has the settings of the trial `none`, but divides by the nominal 50,000 records instead of
-the true 45,000, so its steps are shorter.
+clipped gradients with momentum (δ = 1e-5; the noise of ten clients, or of one, while the method's
+aggregated noise is 5 % larger, since one of ten clients may be absent). Trials that use the true
+covariance, or less noise than ε = 1 needs, are not private: they bound what better statistics or
+less noise can give. `dictionary of 512` compares patches with 512 instead of 96 vectors, learned in
+the same way. `RUNS` are runs of the method itself; `product` has the settings of the trial `none`.
 """
 
 from __future__ import annotations
@@ -47,9 +46,11 @@ class Change:
     Args:
         settings: settings of `FedStats`.
         rounds: the number of gradients.
-        noise: factor of the noise of all releases.
-        early: the share of the budget for step t is in proportion to t^−early.
-        power: z is multiplied by the true covariance to the power −`power`.
+        noise: factor of the noise of all releases. The step rate follows from the noise.
+        early: the share of the budget for step t is in proportion to t^−early. The step rate is
+            that of equal shares.
+        power: z is multiplied by the true covariance to the power −`power`, with eigenvalues of at
+            least 1e-4 of the largest one, and keeps its median norm.
         directions: z keeps this many leading directions of the true covariance. 0 keeps all.
         atoms: the number of vectors in the dictionary. 0 keeps the package's dictionary.
     """

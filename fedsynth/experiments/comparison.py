@@ -233,27 +233,34 @@ class Judgement:
         data: the data set and the partition.
         differences: the metric's differences by rival, one for each seed that both methods have.
             Positive differences support the claim.
-        published: the paper's difference from the best rival. None if a number is missing.
+        published: the paper's differences by rival. None if a number is missing.
     """
 
     claim: presets.Claim
     data: str
     differences: Mapping[str, Sequence[float]]
-    published: float | None
+    published: Mapping[str, float | None]
 
     @property
     def closest(self) -> str:
         """The rival method that decides: the 95 % interval of its difference reaches lowest.
 
-        If the claim fails, it is the rival whose interval is below zero.
+        If the claim fails, it is the rival whose interval is below zero. Of rivals with a single
+        seed, it is the best one.
         """
         bound = 1 if self.verdict == FAILS else 0
-        return min(self.differences, key=lambda rival: interval(self.differences[rival])[bound])
+
+        def rank(rival: str) -> tuple[float, float]:
+            differences = self.differences[rival]
+            mean = Spread.of(differences).mean
+            return interval(differences)[bound], math.inf if mean is None else mean
+
+        return min(self.differences, key=rank)
 
     @property
     def published_difference(self) -> str:
-        """The paper's difference from the best rival, as text."""
-        return self._text(Spread(self.published, None))
+        """The paper's difference from the deciding rival, as text."""
+        return self._text(Spread(self.published[self.closest], None))
 
     @property
     def deciding_difference(self) -> str:
@@ -332,15 +339,16 @@ def judgements(
 def _judgement(claim: presets.Claim, data: str, ahead: Line, rivals: Sequence[Line]) -> Judgement:
     """Returns the judgement on a claim's methods, whose rivals are in the order of `claim.of`."""
     sign = -1 if claim.lower else 1
-    differences, published = {}, []
+    differences: dict[str, list[float]] = {}
+    published: dict[str, float | None] = {}
     for name, rival in zip(claim.of, rivals, strict=True):
         seeds = sorted(ahead.values.keys() & rival.values.keys())
         differences[name] = [sign * (ahead.values[k] - rival.values[k]) for k in seeds]
         value, rival_value = ahead.number.value, rival.number.value
+        published[name] = None
         if value is not None and rival_value is not None:
-            published.append(sign * (value - rival_value))
-    smallest = min(published) if len(published) == len(rivals) else None
-    return Judgement(claim, data, differences, smallest)
+            published[name] = sign * (value - rival_value)
+    return Judgement(claim, data, differences, published)
 
 
 def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:

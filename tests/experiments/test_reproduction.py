@@ -585,6 +585,10 @@ def test_claims_hold_if_interval_of_every_rival_excludes_zero() -> None:
     assert judged(0.0130).deciding_difference == "1.30 ± 1.24 (fedavg)"
     assert judged(0.0130, scaffold=[0.4]).deciding_difference == "10.04 (scaffold)"  # of seed 0
     assert mixed.published_difference == "0.35"  # 98.67 of FedDM, 98.32 of SCAFFOLD
+    few = {"feddm": [0.5], **{name: [0.4] for name in rivals}, "fednova": [0.6]}
+    single = comparison.judgements(table, claim_rows(table, few))[0]
+    assert single.deciding_difference == "-10.00 (fednova)"
+    assert single.published_difference == "0.63"
     smaller = replace(table, claims=(replace(table.claims[0], lower=True),))
     values = {"feddm": [0.4] * 5, **{name: [0.5, 0.51, 0.5, 0.51, 0.5] for name in rivals}}
     rows = claim_rows(table, values)
