@@ -2,10 +2,10 @@
 
 `CHANGES` repeat the releases of `FedStats` on kept feature vectors: a clipped centre, then 32
 clipped gradients with momentum (δ = 1e-5; the noise of ten clients, or of one, while the method's
-aggregated noise is 5 % larger, since one of ten clients may be absent). Trials that use the true
-covariance, or less noise than ε = 1 needs, are not private: they bound what better statistics or
-less noise can give. `dictionary of 512` compares patches with 512 instead of 96 vectors, learned in
-the same way. `RUNS` are runs of the method itself; `product` has the settings of the trial `none`.
+aggregated noise is 5 % larger, since one of ten clients may be the attacker). Trials that use the
+true covariance, or less noise than ε = 1 needs, are not private: they bound what better statistics
+or less noise can give. `dictionary of 512` compares patches with 512 instead of 96 vectors, learned
+in the same way. `RUNS` are runs of the method itself; `product` has the settings of `none`.
 """
 
 from __future__ import annotations
