@@ -300,6 +300,8 @@ def reproduce(
     _print_comparison(table, compared)
     if "method" not in changes:  # the methods of a claim have different settings
         _print_judgements(judgements(table, rows, changes))
+    elif table.claims:
+        say("the paper's claims are not judged, because a method's settings are changed")
     if unfinished:
         count = f"{unfinished} of {len(outcomes)}"
         say(f"{count} runs are unfinished. Repeat the command to finish them")

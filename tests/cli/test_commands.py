@@ -256,6 +256,7 @@ def test_claims_are_not_judged_with_changed_methods(fedsynth: Call, tmp_path: Pa
     changed = fedsynth(f"{line} --time-budget 0 --set image_dtype=uint8").ok
     assert "not run" in changed.stdout
     assert "ahead" not in changed.stdout
+    assert "claims are not judged" in changed.stderr
     assert "ahead" not in fedsynth(f"{line} --time-budget 0").stdout  # no run is finished
 
 
