@@ -29,6 +29,7 @@ from fedsynth.files import require_folder, write_output
 if TYPE_CHECKING:
     from fedsynth.experiments.comparison import Judgement, Line
     from fedsynth.experiments.presets import Cell, Preset
+    from fedsynth.experiments.runner import Outcome
     from fedsynth.experiments.sweep import Sweep
     from fedsynth.results.finished import Run
 
@@ -295,13 +296,23 @@ def reproduce(
     outcomes = list(runner.run(jobs))
     rows = rows_by_hash(output)
     compared = lines(table, cells, range(table.seeds), rows, changes)
-    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    unfinished = sum(outcome.status in ("stopped", "not begun") for outcome in outcomes)
     _print_comparison(table, compared)
     if "method" not in changes:  # the methods of a claim have different settings
         _print_judgements(judgements(table, rows, changes))
     elif table.claims:
         say("the paper's claims are not judged, because a method's settings are changed")
+    _report(outcomes)
+
+
+def _report(outcomes: Sequence[Outcome]) -> None:
+    """Reports unfinished and failed runs.
+
+    Raises:
+        FedsynthError: all runs failed.
+        typer.Exit: some runs failed.
+    """
+    unfinished = sum(outcome.status in ("stopped", "not begun") for outcome in outcomes)
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if unfinished:
         count = f"{unfinished} of {len(outcomes)}"
         say(f"{count} runs are unfinished. Repeat the command to finish them")
