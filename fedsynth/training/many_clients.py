@@ -161,7 +161,8 @@ class _Queue:
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
         batch = learner.settings.batch
-        self.steps = self._undrawn = sgd.steps_of(learner.settings, len(learner.examples))
+        self.per_epoch = learner.settings.steps_per_epoch(len(learner.examples))
+        self.steps = self._undrawn = learner.settings.total_steps(len(learner.examples))
         self._drawn = learner.examples.new_empty(0, batch)
 
     def take(self, limit: int) -> Tensor:
@@ -175,7 +176,7 @@ class _Queue:
             order = torch.randperm(len(examples), generator=self.learner.generator)
             order = order.to(examples.device, non_blocking=True)
             padded = nn.functional.pad(examples[order], (0, -len(examples) % size), value=-1)
-            batches = padded.view(-1, size)[: self._undrawn]
+            batches = padded.view(-1, size)[: min(self.per_epoch, self._undrawn)]
             self._undrawn -= len(batches)
             self._drawn = torch.cat([self._drawn, batches]) if len(self._drawn) else batches
         next_batches = self._drawn[:limit]
@@ -207,11 +208,11 @@ def _finish(
     network = FlatNetwork(replicator(learner.model)(flat), requires_grad=True)
     objective = sgd.Objective(penalty=learner.penalty)
     step = sgd.make_step(network, state, learner.settings, objective)
-    sizes = [learner.settings.batch] * sgd.batches_of(len(learner.examples), learner.settings.batch)
-    sizes[-1] = len(learner.examples) - sum(sizes[:-1])  # an epoch's last batch may not be full
+    size, examples = learner.settings.batch, len(learner.examples)
+    last = min(size, examples - size * (queue.per_epoch - 1))  # may not be full
     parts = []
-    for number, batch in enumerate(remaining, start=queue.steps - len(remaining)):
-        parts.append(batch[: sizes[number % len(sizes)]])
+    for number, batch in enumerate(remaining, start=queue.steps - len(remaining) + 1):
+        parts.append(batch[: size if number % queue.per_epoch else last])
     for x, y in sgd.fetched(images, labels, parts):
         step(x, y)
     return network.flat

@@ -188,6 +188,8 @@ class SgdSettings:
         radius: if given, each step ends with a projection onto the ball ‖w − w_start‖₂ ≤ radius
             (FedDM, Eqs. 3 and 23).
         steps: number of steps. If given, it replaces `epochs`.
+        drop_last: whether an epoch leaves out its last batch if it is not full, unless it is the
+            only one.
     """
 
     epochs: int
@@ -195,6 +197,21 @@ class SgdSettings:
     optimiser: Optimiser
     radius: float | None = None
     steps: int | None = None
+    drop_last: bool = False
+
+    def steps_per_epoch(self, examples: int) -> int:
+        """Returns the number of batches in one pass over the examples."""
+        if self.drop_last:
+            return max(1, examples // self.batch)
+        return -(-examples // self.batch)
+
+    def total_steps(self, examples: int) -> int:
+        """Returns the number of training steps, or 0 if there are no examples."""
+        if not examples:
+            return 0
+        if self.steps is not None:
+            return self.steps
+        return self.epochs * self.steps_per_epoch(examples)
 
 
 @dataclass(frozen=True)
@@ -300,8 +317,8 @@ def train_on(
     moments = settings.optimiser.init(network.flat)
     step = make_step(network, moments, settings, objective, precision)
     labels = labels_N.__getitem__
-    per_epoch = batches_of(len(labels_N), settings.batch)
-    total_steps = steps_of(settings, len(labels_N))
+    per_epoch = settings.steps_per_epoch(len(labels_N))
+    total_steps = settings.total_steps(len(labels_N))
     seed = generator.initial_seed()
     changed: dict[str, Any] = {"weights": network.flat, "shuffle": generator, **objective.state}
     for number, tensor in enumerate(moments):
@@ -323,7 +340,8 @@ def train_on(
     ):
         order = torch.randperm(len(labels_N), generator=generator)
         order = order.to(labels_N.device, non_blocking=True)
-        parts = list(order.split(settings.batch)[: total_steps - epoch * per_epoch])
+        left = min(per_epoch, total_steps - epoch * per_epoch)
+        parts = list(order.split(settings.batch)[:left])
         if len(parts[-1]) == 1 and has_batch_norm(model):
             # the mean loss is the same, and batch norm gets the two values that it needs
             parts = [part.repeat(2) if len(part) == 1 else part for part in parts]
@@ -414,23 +432,6 @@ def _cross_entropy(
     with mixed(x_MCHW.device, precision):
         logits = network(x_MCHW)
     return nn.functional.cross_entropy(widened(logits), labels_M)
-
-
-def batches_of(examples: int, batch: int) -> int:
-    """Returns the number of batches in one pass over the examples.
-
-    The last batch counts even if it is not full.
-    """
-    return -(-examples // batch)
-
-
-def steps_of(settings: SgdSettings, examples: int) -> int:
-    """Returns the total number of training steps, or 0 if there are no examples."""
-    if not examples:
-        return 0
-    if settings.steps is not None:
-        return settings.steps
-    return settings.epochs * batches_of(examples, settings.batch)
 
 
 def project_to_ball(flat_P: Tensor, center: Tensor, radius: float) -> None:

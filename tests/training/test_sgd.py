@@ -82,6 +82,8 @@ def train(clients: list[Learner], *progress: Any) -> None:
         lambda k: SgdSettings(1 + 2 * k % 5, 5, MomentumSgd(0.1, 0.9)),  # stragglers
         lambda k: SgdSettings(1, 5, MomentumSgd(0.1, 0.9, 1e-2), steps=7),
         lambda k: SgdSettings(2, 64, MomentumSgd(0.1)),
+        lambda k: SgdSettings(3, 5, MomentumSgd(0.1, 0.9), drop_last=True),
+        lambda k: SgdSettings(1, 5, MomentumSgd(0.1), steps=7, drop_last=True),
     ],
 )
 @pytest.mark.parametrize("few", [1, 4])
@@ -333,6 +335,32 @@ def test_unrecordable_steps_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(state, torch.zeros(3))
     replay(torch.tensor([1, 2, 3]))
     assert state.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "examples", "sizes"),
+    [
+        (SgdSettings(2, 5, MomentumSgd(0.1)), 12, [5, 5, 2, 5, 5, 2]),
+        (SgdSettings(2, 5, MomentumSgd(0.1), drop_last=True), 12, [5, 5, 5, 5]),
+        (SgdSettings(2, 5, MomentumSgd(0.1), drop_last=True), 10, [5, 5, 5, 5]),
+        (SgdSettings(2, 5, MomentumSgd(0.1), drop_last=True), 3, [3, 3]),
+        (SgdSettings(1, 5, MomentumSgd(0.1), steps=3, drop_last=True), 12, [5, 5, 5]),
+    ],
+)
+def test_incomplete_last_batches_are_dropped_on_request(
+    settings: SgdSettings, examples: int, sizes: list[int]
+) -> None:
+    seen: list[int] = []
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(x))
+            return super().forward(x)
+
+    x, y = torch.randn(examples, 4, generator=seeded(0)), torch.arange(examples) % 3
+    train_on(Net(4, 3), x.__getitem__, y, settings, seeded(1))
+    assert seen == sizes
+    assert settings.total_steps(examples) == len(sizes)
 
 
 @pytest.mark.parametrize("examples", [5, 1])

@@ -129,7 +129,7 @@ def _report_client(
 
 def _trained(learner: many_clients.Learner, client: ExactClientView) -> Trained:
     examples = len(learner.examples)
-    return Trained(float(examples), sgd.steps_of(learner.settings, examples), client)
+    return Trained(float(examples), learner.settings.total_steps(examples), client)
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,9 @@ class TrainsLocally(Measurements):
             ⌊N/(K·batch)⌋, which is the number for a client with the mean number of examples.
             FedKF's official code does so, and so do its paper's tables. With differential privacy,
             the steps are equal in any case.
+        drop_last: whether an epoch leaves out its last batch if it is not full, unless it is the
+            only one, as FedFA's public code does: batch norm is unstable on a few examples. It has
+            no effect with differential privacy, which samples each batch.
         stragglers: share of a round's clients that complete only a random number of 1 …
             local_epochs passes (FedProx, Sec. 5.2). They are drawn publicly.
         drop_stragglers: whether the uploads of stragglers are ignored, as FedAvg does in the
@@ -205,6 +208,7 @@ class TrainsLocally(Measurements):
     optimiser: str = one_of("sgd", "adam")
     local_steps: int = in_range(0, 0)
     equal_steps: bool = False
+    drop_last: bool = False
     stragglers: float = in_range(0.0, 0, 1)
     drop_stragglers: bool = False
     final: str = one_of("aca", "oca")
@@ -531,7 +535,8 @@ class TrainsLocally(Measurements):
             sizes = context.sizes or (context.nominal_size,)
             mean = sum(sizes) / len(sizes)
             steps = epochs * max(1, int(mean / self.batch))
-        return sgd.SgdSettings(epochs, self.batch, self.local_optimiser(), steps=steps)
+        optimiser = self.local_optimiser()
+        return sgd.SgdSettings(epochs, self.batch, optimiser, steps=steps, drop_last=self.drop_last)
 
     def most_steps(self, client: int, context: RoundContext) -> int:
         """Returns an upper bound on a client's number of steps.
@@ -541,4 +546,4 @@ class TrainsLocally(Measurements):
         if context.privacy is not None:
             return self.release_plans(context.privacy, context)[0].steps
         examples = int(most_examples(client, context))
-        return sgd.steps_of(self._sgd(self.local_epochs, context), examples)
+        return self._sgd(self.local_epochs, context).total_steps(examples)
