@@ -103,8 +103,6 @@ FEDAF_CHANGES = {
     "no collaborative term": (None, "fedaf, temperature 4, no collaborative term"),
     "no LGKM": (None, "fedaf, no knowledge matching"),
     "τ = 1": (None, "fedaf, rate 1.0"),
-    "τ = 1, image rate 0.2": (None, "fedaf, rate 0.2"),
-    "τ = 1, λ_glob = 0.2": (None, "fedaf, a tenth of knowledge matching"),
 }
 
 

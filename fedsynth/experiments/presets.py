@@ -26,7 +26,7 @@ Each file in `tables/` is the preset of one table. For example, `feddm-table2.to
                      their `metrics` and `domains` (optional)
     [[claims]]       a claim of the paper on the order of the table's methods (`Claim`)
     [editions.NAME]  a smaller edition of the table: its `title`, the number of `seeds`, the cells
-                     that it has (`when`, all by default), and its own [[editions.NAME.settings]]
+                     that it has (`when`), and its own [[editions.NAME.settings]]
 """
 
 from __future__ import annotations
@@ -560,7 +560,7 @@ def _block(entry: Mapping[str, Any]) -> Block:
 
 def _edition(entry: Mapping[str, Any]) -> Edition:
     blocks = tuple(map(_block, entry["settings"]))
-    return Edition(entry["title"], entry["seeds"], _when(entry.get("when", {})), blocks)
+    return Edition(entry["title"], entry["seeds"], _when(entry["when"]), blocks)
 
 
 def _published_cells(rows: list[Mapping[str, str]]) -> Iterator[Cell]:

@@ -340,8 +340,8 @@ def train_on(
     ):
         order = torch.randperm(len(labels_N), generator=generator)
         order = order.to(labels_N.device, non_blocking=True)
-        left = min(per_epoch, total_steps - epoch * per_epoch)
-        parts = list(order.split(settings.batch)[:left])
+        steps = min(per_epoch, total_steps - epoch * per_epoch)
+        parts = list(order.split(settings.batch)[:steps])
         if len(parts[-1]) == 1 and has_batch_norm(model):
             # the mean loss is the same, and batch norm gets the two values that it needs
             parts = [part.repeat(2) if len(part) == 1 else part for part in parts]
