@@ -116,6 +116,17 @@ def test_rows_are_computed_once(
         assert len(path.read_text().splitlines()) == rows
 
 
+def test_rows_leave_out_folders_of_the_machine(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = script("library.machine")
+    for cache in ("--cache /var/kept", "--cache=/var/kept"):
+        monkeypatch.setattr("sys.argv", ["/x/run.py", "some", *cache.split(), "--seed", "1"])
+        assert library.machine()["command"] == "benchmarks/run.py some --seed 1"
+    for path in (BENCHMARKS / "results").rglob("*.jsonl"):
+        assert "--cache" not in path.read_text(), path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "line", "rows"),

@@ -2,9 +2,8 @@
 
 The AlexNet cells of `fedfa:images`, evaluated every tenth round, on the same 64×64 files, or
 enlarged (bicubic) before training. At 64×64, AlexNet's last stage has one pixel; at 96×96 it has
-four.
-FedBN's clients, which have models of their own, are left out. A killed run continues from its last
-finished round if the command is repeated with the same --cache.
+four. FedBN's clients, which have models of their own, are left out. A killed run continues from its
+last finished round if the command is repeated with the same --cache.
 """
 
 from __future__ import annotations

@@ -22,8 +22,12 @@ Case = TypeVar("Case")
 
 
 def machine() -> dict[str, Any]:
-    """Returns the fields that every row of `benchmarks/results/` ends with."""
+    """Returns the fields that every row of `benchmarks/results/` ends with.
+
+    The command's --cache, a folder of this machine, is left out.
+    """
     command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = re.sub(r" --cache[ =]\S+", "", command)
     fields = environment()
     del fields["version"]
     return {**fields, "command": command}

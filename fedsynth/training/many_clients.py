@@ -208,8 +208,9 @@ def _finish(
     network = FlatNetwork(replicator(learner.model)(flat), requires_grad=True)
     objective = sgd.Objective(penalty=learner.penalty)
     step = sgd.make_step(network, state, learner.settings, objective)
-    size, examples = learner.settings.batch, len(learner.examples)
-    last = min(size, examples - size * (queue.per_epoch - 1))  # may not be full
+    size = learner.settings.batch
+    # the size of an epoch's last batch, which may not be full
+    last = min(size, len(learner.examples) - size * (queue.per_epoch - 1))
     parts = []
     for number, batch in enumerate(remaining, start=queue.steps - len(remaining) + 1):
         parts.append(batch[: size if number % queue.per_epoch else last])
