@@ -38,7 +38,7 @@ from fedsynth.evaluation import (
 )
 from fedsynth.files import decode_json, locked_file, read_text
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.results.finished import read_settings
+from fedsynth.results.finished import read_settings, unfinished_runs
 from fedsynth.validation import flattened, to_toml
 from fedsynth.version import __version__
 
@@ -99,6 +99,16 @@ def changed_setting(run: Path, settings: RunSettings) -> str:
 def current(runs: Sequence[Path], settings: RunSettings) -> Path | None:
     """Returns the last of the run folders that have the given settings, or None."""
     return next((run for run in reversed(runs) if not changed_setting(run, settings)), None)
+
+
+def interrupted(folder: Path, settings: RunSettings) -> Path | None:
+    """Returns a folder's last unfinished run with the given settings, or None.
+
+    A run of an earlier version that lacked one of the settings cannot be resumed.
+    """
+    names = flattened(settings.to_mapping()).keys()
+    runs = [run for run in unfinished_runs(folder) if names <= read_settings(run).keys()]
+    return current(runs, settings)
 
 
 @dataclass(eq=False)

@@ -36,6 +36,7 @@ from fedsynth.experiments.rows import (
     commit,
     current,
     environment,
+    interrupted,
     round_summary,
     settings_hash,
 )
@@ -43,7 +44,7 @@ from fedsynth.experiments.sweep import Cell, Sweep, SweepError
 from fedsynth.federation.protocol import Observer
 from fedsynth.files import claim, last_line, open_regular, read_regular, write_whole
 from fedsynth.results.file_names import CONFIG, LOCK, METRICS
-from fedsynth.results.finished import finished_run, read_rows, run_folders, unfinished_runs
+from fedsynth.results.finished import finished_run, read_rows, run_folders
 from fedsynth.results.loggers import Several
 from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import to_toml
@@ -224,11 +225,11 @@ class Runner:
                     output=folder,
                     observer=Several([inner, Deadline(self.deadline, settings.rounds)]),
                     download=self.download,
-                    resume=current(unfinished_runs(folder), settings),
+                    resume=interrupted(folder, settings),
                     trained=self.trained,
                 )
             except (OutOfTimeError, DivergedError) as error:
-                run = current(unfinished_runs(folder), settings) or folder
+                run = interrupted(folder, settings) or folder
                 rows = read_rows(run / METRICS)
                 if isinstance(error, DivergedError):
                     return self._append(job, rows, diverged=str(error))
@@ -478,8 +479,8 @@ def _started(sweep: Sweep, cell: Cell, locks: Sequence[FileIO]) -> subprocess.Po
     config = folder / CONFIG
     write_whole(config, to_toml(cell.settings.to_mapping()).encode())
     arguments = ["--config", str(config), "--output", str(folder)]
-    if (interrupted := current(unfinished_runs(folder), cell.settings)) is not None:
-        arguments = ["--resume", str(interrupted)]
+    if (run := interrupted(folder, cell.settings)) is not None:
+        arguments = ["--resume", str(run)]
     with open_regular(folder / LOG, writing=True, create=True) as log:
         process = subprocess.Popen(
             [*COMMAND, *arguments, *cell.code],

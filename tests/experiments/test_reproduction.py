@@ -37,7 +37,7 @@ from fedsynth.files import claim
 from fedsynth.models.registry import count_parameters
 from fedsynth.results import checkpoint
 from fedsynth.results.checkpoint import LoopCheckpoints
-from fedsynth.results.file_names import INCOMPLETE, LOCK
+from fedsynth.results.file_names import CONFIG, INCOMPLETE, LOCK
 from fedsynth.results.finished import unfinished_runs
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.validation import to_toml
@@ -327,6 +327,20 @@ def test_rows_are_labelled_and_produced_once(complete: Path, jobs: list[Job]) ->
     assert len(row["curve"]["test_accuracy"]) == 10
     assert {"commit", "version", "date", "machine", "torch"} <= set(row)
     assert run_jobs(complete, jobs) == ["existing", "existing"]
+
+
+def test_interrupted_runs_without_a_new_setting_start_again(
+    complete: Path, jobs: list[Job], tmp_path: Path, end_time: Callable[[], None]
+) -> None:
+    recorder = Mock(spec=Observer)
+    recorder.round_ended.side_effect = lambda row: row["round"] == 3 and end_time()
+    run_jobs(tmp_path, jobs[:1], deadline=1.0, observer=recorder)
+    (run,) = unfinished_runs(runner_in(tmp_path).run_folder(jobs[0]))
+    lines = (run / CONFIG).read_text().splitlines()
+    (run / CONFIG).write_text("\n".join(line for line in lines if "drop_last" not in line))
+    again = Mock(spec=Observer)
+    assert run_jobs(tmp_path, jobs[:1], observer=again) == ["finished"]
+    assert rounds_of(again)[0] == 1
 
 
 def test_time_budget_stops_after_round(
