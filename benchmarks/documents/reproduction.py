@@ -216,11 +216,12 @@ def _sizes() -> str:
     for row in _rows().values():
         if not row["changes"]:
             seconds[row["preset"]] = seconds.get(row["preset"], 0) + row["seconds"]
-    body = []
+    body: list[list[str]] = []
     for name in SMALL:
         paper = preset(name).source.partition(" ")[0]
         title, hours = preset(name).editions["small"].title, seconds[f"{name}-small"] / 3600
-        body.append([f"{paper}, {preset(name).table}", title, f"{hours:.1f}"])
+        same = "as above" if body and body[-1][1] == title else title
+        body.append([f"{paper}, {preset(name).table}", same, f"{hours:.1f}"])
     return markdown(["table", "size", "core hours"], body)
 
 
