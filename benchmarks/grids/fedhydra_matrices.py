@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.messages import ModelParameters
 from fedsynth.data.partition import count_matrix, partition
 from fedsynth.evaluation.accuracy import predict
 from fedsynth.experiments.presets import preset
@@ -53,10 +54,11 @@ def work(cell: Cell) -> Row:
         run = simulate(
             cell.settings, data=(train, test), output=folder, trained=cell.cache, quiet=True
         )
+    models = [sent for sent in run.uploads.values() if isinstance(sent, ModelParameters)]
     logits_MNC = []
-    for upload in run.uploads.values():
+    for sent in models:
         model = build_model(cell.settings.model, train.spec, train.spec.classes, seed=0)
-        model.load_state_dict(upload.parameters)
+        model.load_state_dict(sent.parameters)
         logits_MNC.append(predict(model, test))
     weights = [run.artefacts[name] for name in ("clients_for_class", "classes_of_client")]
     P = stratified_aggregation(torch.stack(logits_MNC), test.labels, *weights)
