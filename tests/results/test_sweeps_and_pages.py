@@ -404,7 +404,7 @@ def test_command_runs_resumes_and_tabulates(make_sweep: SweepFactory, tmp_path: 
     sweep = replace(make_sweep(SEEDS, fails=0), output=tmp_path / "there")
     folder = sweep.folder(sweep.cells[1]) / "20260101-000000-x.incomplete"
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text("[run]\nmethod='fedavg'\nseed=1\n[partition]\nalpha=0.5\n")
+    (folder / "config.toml").write_text(to_toml(sweep.cells[1].settings.to_mapping()))
     common = ["sweep", str(tmp_path / "skew.toml"), "--output", str(tmp_path / "there")]
     listed = CliRunner().invoke(app, [*common, "--dry-run"])
     assert listed.stdout.count("to do") == 2
