@@ -103,7 +103,7 @@ def _fedhydra() -> str:
 
 @sentence(
     DOCUMENT,
-    "the only client with a class has at least {:.1f} % of its weight in Ū_r, and P, asked for an "
+    "the only client with a class has at least {:.2f} % of its weight in Ū_r, and P, asked for an "
     "image's class, is right on {:.1f} % of test images",
 )
 def _stratification() -> list[float]:

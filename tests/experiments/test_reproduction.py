@@ -330,7 +330,7 @@ def test_rows_are_labelled_and_produced_once(complete: Path, jobs: list[Job]) ->
 
 
 def test_interrupted_runs_without_a_new_setting_start_again(
-    complete: Path, jobs: list[Job], tmp_path: Path, end_time: Callable[[], None]
+    jobs: list[Job], tmp_path: Path, end_time: Callable[[], None]
 ) -> None:
     recorder = Mock(spec=Observer)
     recorder.round_ended.side_effect = lambda row: row["round"] == 3 and end_time()
